@@ -28,6 +28,7 @@ from megatron.console.parse import parse_arguments
 from megatron.console.run_tool import run_tool
 from megatron.data.build_sources import build_sources
 from megatron.data.indexed_source import IndexedSource
+from megatron.data.packing import take_marks
 from megatron.data.segments import History
 from megatron.data.source import BatchSlice
 from megatron.data.source_kind import SourceRequest
@@ -35,6 +36,7 @@ from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
 from megatron.run.start.job import build_starting_state
+from megatron.run.start.open_data import build_document_rules
 from megatron.run.start.refusals import check_plan
 from megatron.run.start.resume import read_bare_thresholds
 from megatron.schedule.skip import find_range
@@ -222,7 +224,8 @@ def open_history(plan: Plan, checkpoint: Checkpoint | None) -> History:
             train_samples=None if plan.train_seconds is not None else plan.train_samples,
             valid_samples=0,
             test_samples=0,
-            batch_slice=BatchSlice(1),
+            # Conversations need the rules, and a data set of documents does not change with them.
+            batch_slice=BatchSlice(1, document_rules=build_document_rules(config)),
             phases=plan.data_phases,
             open_indexed=open_indexed,
         )
@@ -257,13 +260,16 @@ def describe(wanted: SampleRange, history: History, tokenizer: Tokenizer) -> Ite
     for sample in range(wanted.first, wanted.last + 1):
         # The history maps a position in training to a data set and a number in it.
         history.read(np.array([sample], np.int64), out)
+        packed = take_marks(out) is not None
         dataset, number = history.locate(sample)
         (first, offset), (last, _) = (
             dataset.locate(number, column) for column in (0, wanted.seq_length)
         )
-        where = f"from token {offset} of document {first}" + (
-            f" to document {last}" if last != first else ""
-        )
+        where = f"from token {offset} of document {first}"
+        if packed:
+            where = f"conversation {first + 1} and others that are packed with it"
+        elif last != first:
+            where += f" to document {last}"
         yield f"=== sample {sample}{wanted.remark}: {dataset.indexed.prefix}, {where}"
         yield tokenizer.decode(out[0].tolist())
 

@@ -17,6 +17,7 @@ import pytest
 from conversations.chat_files import make_config, write_conversations, write_tokenizer
 
 from megatron.base.errors import ConfigError, DataError
+from megatron.commands import sample_idxs_to_text
 from megatron.data.indexed import IndexedDataset
 from megatron.extras.preparation.commands import inspect_dataset
 from megatron.extras.preparation.commands import preprocess as preprocess_command
@@ -272,3 +273,21 @@ def test_ids_equal_those_of_the_text(folder: Path) -> None:
     expected = backend.encode(text)
     assert np.maximum(ids, ~ids).tolist() == expected
     assert ids.dtype == np.int32
+
+
+def test_samples_of_conversations_are_printed(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = write_conversations(tmp_path / "rows.jsonl", 30)
+    job = ConversationJob((str(source),), str(tmp_path / "data"), make_config(folder))
+    prepare_conversations(job, print)
+    run = (
+        f"--data-path {job.prefix} --tokenizer-type PretrainedFromHF --tokenizer-name-or-path {folder} "
+        "--num-layers 1 --hidden-size 16 --num-attention-heads 1 --seq-length 400 --split 1 "
+        "--micro-batch-size 1 --train-iters 4 --lr 1e-3 --reset-position-ids "
+        "--reset-attention-mask --eod-mask-loss"
+    )
+    assert sample_idxs_to_text.main(["--samples", "0-1", "--", *run.split()]) == 0
+    printed = capfd.readouterr().out
+    assert printed.count("and others that are packed with it") == 2
+    assert printed.count("<|im_start|>assistant\n") > 4
