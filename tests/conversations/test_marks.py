@@ -1,5 +1,6 @@
 """The characters and tokens that count, for ten public templates and others."""
 
+import json
 import random
 import time
 from pathlib import Path
@@ -249,3 +250,23 @@ def test_an_answer_that_holds_the_word_of_a_mark_is_rendered() -> None:
         case.reference(messages),
     )
     assert "BEGIN" in CHATML
+
+
+IRREGULAR = json.loads((FIXTURES.parent / "conversations/irregular_templates.json").read_text())
+"""Templates of other kinds, with pieces of text and whether they count. They were written from the
+rules of docs/instruct.md, without the program."""
+
+
+@pytest.mark.parametrize("case", IRREGULAR, ids=lambda case: case["name"])
+def test_irregular_templates(case: dict[str, Any]) -> None:
+    tokens = {"bos_token": case["bos"], "eos_token": case["eos"]}
+    renderer = Renderer(ChatTemplate(case["source"], tokens, "it"), case["specials"], "assistant")
+    for example in case["examples"]:
+        # A row has no message without a content, and no late one of the system.
+        messages = [{**each, "content": each["content"] or ""} for each in example["messages"]]
+        compare(renderer, messages, example["pieces"])
+
+
+def test_the_irregular_templates_are_complete() -> None:
+    assert len(IRREGULAR) == 14
+    assert sum(len(case["examples"]) for case in IRREGULAR) == 34

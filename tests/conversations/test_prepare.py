@@ -282,7 +282,8 @@ def test_samples_of_conversations_are_printed(
     job = ConversationJob((str(source),), str(tmp_path / "data"), make_config(folder))
     prepare_conversations(job, print)
     run = (
-        f"--data-path {job.prefix} --tokenizer-type PretrainedFromHF --tokenizer-name-or-path {folder} "
+        f"--data-path {job.prefix} --tokenizer-type PretrainedFromHF "
+        f"--tokenizer-name-or-path {folder} "
         "--num-layers 1 --hidden-size 16 --num-attention-heads 1 --seq-length 400 --split 1 "
         "--micro-batch-size 1 --train-iters 4 --lr 1e-3 --reset-position-ids "
         "--reset-attention-mask --eod-mask-loss"

@@ -9,6 +9,7 @@ A token counts if at least one of its characters does. This is also transformers
 """
 
 import copy
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +43,7 @@ class Renderer:
     @property
     def ends_turns(self) -> bool:
         """Whether a special token ends an answer."""
-        return self._special.search(self.template.probe.after) is not None
+        return bool(self.template.probe.find_ends(self._special))
 
     def render(self, messages: Sequence[Message], tools: Any) -> tuple[str, list[Span]]:
         """Return the text of a conversation, and the ranges of characters that count, in order.
@@ -76,10 +77,13 @@ class Renderer:
         word = _choose_word(messages, tools, text)
         # The error of the first way is about the words in the simplest place.
         first_error = None
-        # A template may strip white space, or ask whether a content is empty.
-        for surround in (_surround_all, _surround_stripped, _surround_text):
+        # Words around questions too show where the window of an answer begins and ends. A template
+        # may strip white space, or ask whether a content is empty or how a question begins.
+        ways = (_surround_all, _surround_begin, _surround_stripped, _surround_text)
+        for of_answers, of_others in itertools.product(ways, (*ways, None)):
+            by_role = {"assistant": of_answers, "user": of_others, "tool": of_others}
             marked = [
-                _mark(message, f"{word}{number}z", surround)
+                _mark(message, f"{word}{number}z", by_role.get(message["role"]))
                 for number, message in enumerate(messages)
             ]
             try:
@@ -113,19 +117,26 @@ class Renderer:
         special = self._special
         probe = self.template.probe
         openings = special.findall(probe.before)
-        end = special.search(probe.after)
-        ends = [found[0] for found in (end,) if found]
+        ends = probe.find_ends(special)
         # Not each template writes its prompt before each answer. A special token may be left of it.
         headers = [probe.find_prompt(special)]
         headers += [token for token in special.findall(probe.between)[-1:] if token not in ends]
-        # Each answer is looked for after the one before.
+        # Each answer is looked for after the message before.
         cursor = 0
         for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
             found = places.get(number, [])
-            later = [min(others) for other, others in places.items() if other > number]
-            start = _find_header(text, headers, cursor, found, min(later, default=len(text)))
+            if message["role"] != "assistant":
+                cursor = max([cursor, *found])
+                continue
+            later = min(
+                (min(others) for other, others in places.items() if other > number),
+                default=len(text),
+            )
+            # After a question, the first header is that of the answer. Otherwise the nearest one.
+            nearest = number > 0 and number - 1 not in places
+            start = _find_header(
+                text, headers, (cursor, min(found, default=later)), nearest=nearest
+            )
             if start is None and not found:
                 # Neither the answer nor its turn is in the text.
                 continue
@@ -135,34 +146,41 @@ class Renderer:
                     "what counts is not known. Put {% generation %} and {% endgeneration %} around "
                     "the answer in the template, or give --loss-on all"
                 )
-            first = min(found) if start is None else start
-            last = max(found, default=first)
-            closing = special.search(text, last)
-            # The first special token after the contents, whatever stands between.
-            # A turn may also end with another token, but not with one that begins a turn.
-            if ends and closing and (closing[0] in ends or closing[0] not in openings):
-                last = closing.end()
+            first = min(found, default=0) if start is None else start
+            last = max([first, *found])
+            last = _find_end(special, text, (last, later), ends, openings)
             cursor = last
             yield first, last
 
 
-def _find_header(
-    text: str, headers: Sequence[str], cursor: int, found: Sequence[int], later: int
-) -> int | None:
+def _find_end(
+    special: re.Pattern[str], text: str, window: Span, ends: Sequence[str], openings: Sequence[str]
+) -> int:
+    """Return where a turn ends: after the first token that ends turns, or where the window begins.
+
+    A turn may also end with another special token, but not with one that begins a turn.
+    """
+    other = window[0]
+    for found in special.finditer(text, *window) if ends else ():
+        if found[0] in ends:
+            return found.end()
+        if found[0] in openings:
+            break
+        other = found.end()
+    return other
+
+
+def _find_header(text: str, headers: Sequence[str], window: Span, *, nearest: bool) -> int | None:
     """Return where the text before an answer ends, or None if there is no such text.
 
     Args:
         text: The conversation.
         headers: What may precede an answer.
-        cursor: The end of the answer before.
-        found: Places in the answer. Empty if nothing of it is in the text.
-        later: The first place in a later answer.
+        window: From the end of the message before to the answer, or to the next message.
+        nearest: Whether the last header of the window is that of the answer, and not the first.
     """
     for header in filter(None, headers):
-        if found:
-            at = text.rfind(header, cursor, min(found))
-        else:
-            at = text.find(header, cursor, later)
+        at = text.rfind(header, *window) if nearest else text.find(header, *window)
         if at >= 0:
             return at + len(header)
     return None
@@ -219,15 +237,15 @@ def _choose_word(messages: Sequence[Message], tools: Any, text: str) -> str:
     return next(word for n in range(1 << 30) if (word := f"mark{n}q") not in everything)
 
 
-def _mark(message: Message, word: str, surround: Callable[[str, str], str]) -> Message:
+def _mark(message: Message, word: str, surround: Callable[[str, str], str] | None) -> Message:
     """Return a message with a word before and after each of its contents.
 
     Args:
-        message: The message. Only those of the assistant are changed.
+        message: The message.
         word: The word.
-        surround: Puts a word around the content of a message.
+        surround: Puts a word around the content of a message. None leaves the message as it is.
     """
-    if message["role"] != "assistant":
+    if surround is None:
         return message
     # The plain rendering uses the message too.
     marked = copy.deepcopy(dict(message))
@@ -246,6 +264,12 @@ def _mark(message: Message, word: str, surround: Callable[[str, str], str]) -> M
 def _surround_all(text: str, word: str) -> str:
     """Put a word before and after a text, which may be empty."""
     return f"{word}{text}{word}"
+
+
+def _surround_begin(text: str, word: str) -> str:
+    """Put a word before a text, and another one before its last white space."""
+    inner = text.rstrip()
+    return f"{word}{inner}{word}{text[len(inner) :]}"
 
 
 def _surround_stripped(text: str, word: str) -> str:

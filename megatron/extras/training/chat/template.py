@@ -150,39 +150,63 @@ class ChatTemplate:
 
     @cached_property
     def probe(self) -> "Probe":
-        """The text of a question and an answer."""
-        question, answer = "PROBEQUESTION", "PROBEANSWER"
+        """The texts of a question and an answer, and of another question after them."""
+        question, answer, again = "PROBEQUESTION", "PROBEANSWER", "PROBEAGAIN"
         asked = {"role": "user", "content": question}
+        answered = {"role": "assistant", "content": answer}
         texts = []
         for messages, prompt in (
-            ([asked, {"role": "assistant", "content": answer}], False),
+            ([asked, answered], False),
             ([asked], False),
             ([asked], True),
+            ([asked, answered, {"role": "user", "content": again}], False),
         ):
             text = ""
             # Some templates refuse such a short conversation.
             with contextlib.suppress(DataError):
                 text = remove_tags(self.render(messages, prompt=prompt))
             texts.append(text)
-        # Without the answer, the last two are empty, and nothing is known of the template.
+        # Without the answer, the others are empty, and nothing is known of the template.
         before, _, after = texts[0].partition(answer)
-        return Probe(before, after, before.partition(question)[2], texts[1], texts[2])
+        next_turn = texts[3].partition(answer)[2].partition(again)[0]
+        first, _, between = before.partition(question)
+        return Probe(first, between, after, next_turn, texts[1], texts[2])
 
 
 @dataclass(frozen=True)
 class Probe:
     """What surrounds an answer. A text is empty if the template refuses the conversation."""
 
-    before: str
-    """Everything before the answer."""
-    after: str
-    """Everything after it."""
+    first: str
+    """Everything before the question."""
     between: str
     """Everything between the question and the answer."""
+    after: str
+    """Everything after the answer, if it is the last message."""
+    next_turn: str
+    """Everything between the answer and the next question."""
     asked: str
     """The question alone."""
     prompted: str
     """The question, and the beginning of an answer."""
+
+    @property
+    def before(self) -> str:
+        """Everything before the answer."""
+        return self.first + "PROBEQUESTION" + self.between
+
+    def find_ends(self, special: re.Pattern[str]) -> tuple[str, ...]:
+        """Return the special tokens that end an answer: the last one of a text, and others.
+
+        Args:
+            special: Matches special tokens.
+        """
+        found = special.findall(self.after)[:1]
+        # What begins the next question is no end. It begins an answer, or the first question too.
+        begins = [*special.findall(self.prompted)[-1:], *special.findall(self.first)[-1:]]
+        begins += special.findall(self.find_prompt(special))[:1]
+        found += [token for token in special.findall(self.next_turn)[:1] if token not in begins]
+        return tuple(dict.fromkeys(found))
 
     def find_prompt(self, special: re.Pattern[str]) -> str:
         """Return what asks for an answer. Empty if the template writes nothing of that kind.
@@ -195,8 +219,12 @@ class Probe:
         # A template may write the end of the text where no answer is asked for.
         pairs = zip(self.before, self.prompted, strict=False)
         same = "".join(a for a, b in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        starts = [found.start() for found in special.finditer(same)]
-        return same[starts[-1] :] if starts and self.asked else ""
+        _, question, tail = same.partition("PROBEQUESTION")
+        if not question or not self.asked:
+            return ""
+        # The question's own end is no part of it.
+        starts = [found.start() for found in special.finditer(tail)]
+        return tail[max(starts, default=0) :]
 
 
 def remove_tags(text: str) -> str:
