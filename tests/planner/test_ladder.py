@@ -96,6 +96,18 @@ def test_the_published_ladder_of_olmo() -> None:
             )
 
 
+def test_a_ladder_of_a_laptop_foretells_its_largest_size() -> None:
+    rows = read_table(str(FIXTURES / "ladder/laptop.csv"))
+    largest = max(row.parameters for row in rows)
+    fitted = fit_rows([row for row in rows if row.parameters < largest])
+    targets = [row for row in rows if row.parameters == largest]
+    assert len(targets) == 4
+    for row in targets:
+        found = predict(fitted, row.parameters, row.tokens)
+        assert found.loss == pytest.approx(row.loss, rel=0.007)
+        assert found.low < row.loss < found.high
+
+
 def test_the_optimal_tokens_are_a_minimum_for_their_compute() -> None:
     law = Law(1.8, 480, 2100, 0.35, 0.37)
     tokens = law.find_optimal_tokens(1e9)
