@@ -119,6 +119,8 @@ def test_no_other_function_prints() -> None:
         "base/plain_text.py": 1,
         # The text of a model is the output. It is printed in parts, and with its tabs.
         "extras/training/commands/generate.py": 3,
+        # Colours. The texts of the conversations were made plain.
+        "extras/preparation/commands/inspect_dataset.py": 1,
         # A constant.
         "extras/training/generate/prompts.py": 1,
         # `hide_secrets` makes the text plain. The stream is not stdout or stderr.

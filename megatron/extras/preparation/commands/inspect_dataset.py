@@ -98,11 +98,13 @@ def _inspect_conversations(
         check_tokenizers_of_data(given.tokenizer.make_config(), prefixes)
     for prefix in prefixes:
         found = inspect_conversations(prefix, given.show, given.seq_length, tokenizer)
-        text = json.dumps(to_json(found), indent=1)
-        if not given.json:
-            text = format_conversations(found, tokenizer, colour=sys.stdout.isatty())
-        # `print_line` would remove the colours. All foreign text was made plain.
-        print(text, flush=True)
+        if given.json:
+            print_line(json.dumps(to_json(found), indent=1))
+        elif sys.stdout.isatty():
+            # `print_line` would remove the colours. All foreign text was made plain.
+            print(format_conversations(found, tokenizer, colour=True), flush=True)
+        else:
+            print_line(format_conversations(found, tokenizer, colour=False))
     return 0
 
 
