@@ -85,8 +85,9 @@ def open_indexed(prefix: str) -> IndexedDataset:
     if is_manifest(prefix):
         from megatron.extras.preparation.corpus.joined import JoinedDataset
 
-        return JoinedDataset(prefix)
-    found = IndexedDataset(prefix)
+        found: IndexedDataset = JoinedDataset(prefix)
+    else:
+        found = IndexedDataset(prefix)
     if found.is_packed:
         from megatron.extras.training.chat.packed import ConversationPacking
 

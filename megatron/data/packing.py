@@ -86,7 +86,7 @@ def take_marks(samples: NDArray[np.int64]) -> SampleMarks | None:
     counted = samples >= 0
     # A negative id of a document stays, and is an error.
     np.copyto(samples, ~samples, where=~counted & packed[:, None])
-    return SampleMarks(torch.from_numpy(starts), torch.from_numpy(counted & ~starts))
+    return SampleMarks(torch.from_numpy(starts), torch.from_numpy(counted))
 
 
 def apply_marks(microbatch: Microbatch, marks: SampleMarks) -> Microbatch:

@@ -2,7 +2,7 @@
 
 Each part is a list of steps in the order of their value. The limits of a part's steps add up to
 at most its budget. Parts 1 and 2 fit together into a quarter of an hour, with half a minute for the
-start of the machine. The limits are the times of an H200 on 2026-11-27, with some room: see
+start of the machine. The limits are the times of an H200 in November 2026, with some room: see
 `tests/fixtures/gpu`.
 """
 

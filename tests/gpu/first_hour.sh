@@ -5,8 +5,8 @@
 #
 #     1    9 minutes: 7B (3B on 80 GB) in five variants with traces; 125M and 177M beside compiled
 #          peers; modded-nanogpt's program; the kernels against PyTorch's operators
-#     2    4 minutes: losses and kernels against the CPU; a loop like nanochat's; products,
-#          attention, float8
+#     2    5 minutes: losses and kernels against the CPU; a loop like nanochat's; products,
+#          attention, float8; experts beside a dense model
 #     3    9 minutes: further variants of 7B; calibration; further tests; ranks that share the GPU
 #          (gloo); checkpoint of 1B
 #     4    9 minutes: NCCL, layouts on several GPUs. It ends with a message on one GPU

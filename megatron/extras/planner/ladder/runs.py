@@ -6,6 +6,7 @@ Invariant: a run that is complete is not trained again, and one that was interru
 import csv
 import io
 import itertools
+import shlex
 import subprocess
 import sys
 from collections import defaultdict
@@ -74,7 +75,7 @@ def read_ladder(path: str) -> list[Rung]:
         raise ConfigError(f"{path} cannot be read as a ladder: {error}") from error
     if not isinstance(found, dict) or {*found} - _KEYS or {"folder", "flags", "rungs"} - {*found}:
         raise ConfigError(f"{path} must have the keys folder, flags and rungs, and may have seeds.")
-    common = str(found["flags"]).split()
+    common = shlex.split(str(found["flags"]))
     # They would be given twice, and the later one would win.
     own = [flag for flag in common if flag.partition("=")[0] in _OWN_FLAGS]
     if own:
@@ -84,7 +85,7 @@ def read_ladder(path: str) -> list[Rung]:
     for number, rung in enumerate(found["rungs"]):
         if not isinstance(rung, dict) or {*rung} != _RUNG_KEYS:
             raise ConfigError(f"{path}: rung {number} must have the keys flags, tokens and lr.")
-        flags = [*common, *str(rung["flags"]).split()]
+        flags = [*common, *shlex.split(str(rung["flags"]))]
         try:
             rungs += _build_rungs(flags, rung, found.get("seeds", [1234]), Path(found["folder"]))
         except (ConfigError, TypeError, ValueError) as error:
@@ -201,15 +202,20 @@ def read_table(path: str) -> list[LadderRow]:
         ) from error
 
 
-def choose_best(rows: Sequence[LadderRow]) -> Runs:
-    """Return a run for each size and number of tokens: that with the best rate, over its seeds."""
+def _group(rows: Sequence[LadderRow]) -> dict[tuple[float, float], dict[float, list[float]]]:
+    """Return the losses of all seeds by parameters and tokens, and by rate."""
     losses: dict[tuple[float, float], dict[float, list[float]]] = defaultdict(
         lambda: defaultdict(list)
     )
     for row in rows:
         losses[row.parameters, row.tokens][row.lr].append(row.loss)
+    return losses
+
+
+def choose_best(rows: Sequence[LadderRow]) -> Runs:
+    """Return a run for each size and number of tokens: that with the best rate, over its seeds."""
     # The mean over seeds, so that a lucky seed does not choose the rate.
-    best = [(*key, min(map(mean, of_rates.values()))) for key, of_rates in losses.items()]
+    best = [(*key, min(map(mean, of_rates.values()))) for key, of_rates in _group(rows).items()]
     columns = np.array(best, float).reshape(-1, 3).T
     return Runs(*columns)
 
@@ -230,13 +236,8 @@ def find_rates(rows: Sequence[LadderRow]) -> dict[tuple[float, float], float]:
 
     It is the minimum of a parabola in the logarithm of the rate, within the rates that were tried.
     """
-    losses: dict[tuple[float, float], dict[float, list[float]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
-    for row in rows:
-        losses[row.parameters, row.tokens][row.lr].append(row.loss)
     rates = {}
-    for key, of_rates in losses.items():
+    for key, of_rates in _group(rows).items():
         if len(of_rates) < 3:
             continue
         # Losses near the best rate are a parabola in the logarithm of the rate.

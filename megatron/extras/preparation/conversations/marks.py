@@ -2,8 +2,9 @@
 
 An answer is what the model writes: everything after the text that asks for an answer, up to the
 special token that ends the turn, which is included. A template with generation blocks says itself
-what that is. Otherwise unique words are put around each answer's contents. The text without these
-words must be the plain rendering, or the template is refused.
+what that is. Otherwise the conversation is rendered with a unique word before and after the content
+of each message. The text without these words must be the plain rendering, or the template is
+refused.
 
 A token counts if at least one of its characters does. This is also transformers' rule.
 """

@@ -142,8 +142,7 @@ class PackedDataset(GPTDataset):
         """Return the conversations of a sample."""
         epoch, place = divmod(sample, self.per_epoch)
         if epoch not in self._orders:
-            # An epoch does not depend on how many follow it.
-            # A generator of its own for each epoch, and not one for all.
+            # A generator for each epoch, so an epoch does not depend on how many come before it.
             order = np.random.RandomState([self.seed, epoch]).permutation(self.per_epoch)
             self._orders[epoch] = order
         packed = int(self._orders[epoch][place])
