@@ -76,6 +76,16 @@ def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
     assert inside >= 26
 
 
+def test_the_interval_is_that_of_a_single_run() -> None:
+    """Among many rungs the law is known well, and a single run still differs from it."""
+    law = Law(1.8, 480, 2100, 0.35, 0.37)
+    runs = make_runs(law, 0.01)
+    found = fit(runs)
+    low, high = find_interval(bootstrap(runs, found, 60), runs, found, 1e8, 2e9)
+    drawn = float(law.predict(1e8, 2e9)) * np.exp(np.random.default_rng(7).normal(0, 0.01, 500))
+    assert 0.88 < np.mean((drawn > low) & (drawn < high)) < 1
+
+
 def test_the_published_ladder_of_olmo() -> None:
     rows = read_table(str(OLMO))
     small, targets = rows[:16], rows[16:]
