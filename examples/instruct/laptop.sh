@@ -12,6 +12,10 @@ if [ $# -lt 3 ]; then
     exit 2
 fi
 TEXT=$1 FIRST=$2 OUT=$3
+if [ ! -f "$FIRST/laptop.yaml" ]; then
+    echo "error: $FIRST has no laptop.yaml; make it and its run by docs/laptop.md" >&2
+    exit 2
+fi
 shift 3
 TOKENIZER=(--tokenizer-type PretrainedFromHF --tokenizer-name-or-path "$OUT/tokenizer")
 mkdir -p "$OUT"
