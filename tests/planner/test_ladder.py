@@ -222,6 +222,8 @@ def test_a_ladder_lists_its_runs(tmp_path: Path) -> None:
     [
         ({"flags": "--train-iters 5"}, "--train-iters, which the ladder sets"),
         ({"rung": 1}, "must have the keys"),
+        ({"rungs": 5}, "rungs is 5, and must be a list"),
+        ({"flags": "--data-path 'x"}, "No closing quotation"),
         ({"rungs": [{"flags": "x"}]}, "rung 0 must have the keys"),
         ({"rungs": [{"flags": "--no-such-flag", "tokens": 5, "lr": 1}]}, "no-such-flag"),
         ({"rungs": [{"flags": "--hidden-size 15 --num-attention-heads 2 --num-layers 1",

@@ -75,7 +75,9 @@ def read_ladder(path: str) -> list[Rung]:
         raise ConfigError(f"{path} cannot be read as a ladder: {error}") from error
     if not isinstance(found, dict) or {*found} - _KEYS or {"folder", "flags", "rungs"} - {*found}:
         raise ConfigError(f"{path} must have the keys folder, flags and rungs, and may have seeds.")
-    common = shlex.split(str(found["flags"]))
+    if not isinstance(found["rungs"], list):
+        raise ConfigError(f"{path}: rungs is {found['rungs']!r}, and must be a list of rungs.")
+    common = _split_flags(path, found["flags"])
     # They would be given twice, and the later one would win.
     own = [flag for flag in common if flag.partition("=")[0] in _OWN_FLAGS]
     if own:
@@ -85,7 +87,7 @@ def read_ladder(path: str) -> list[Rung]:
     for number, rung in enumerate(found["rungs"]):
         if not isinstance(rung, dict) or {*rung} != _RUNG_KEYS:
             raise ConfigError(f"{path}: rung {number} must have the keys flags, tokens and lr.")
-        flags = [*common, *shlex.split(str(rung["flags"]))]
+        flags = [*common, *_split_flags(path, rung["flags"])]
         try:
             rungs += _build_rungs(flags, rung, found.get("seeds", [1234]), Path(found["folder"]))
         except (ConfigError, TypeError, ValueError) as error:
@@ -97,6 +99,18 @@ def read_ladder(path: str) -> list[Rung]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ConfigError(f"{path} describes the run {twice} twice. Each needs its own size.")
     return sorted(rungs, key=lambda rung: rung.parameters * rung.tokens)
+
+
+def _split_flags(path: str, flags: object) -> list[str]:
+    """Return the words of flags, as a shell would.
+
+    Raises:
+        ConfigError: A quotation is not closed.
+    """
+    try:
+        return shlex.split(str(flags))
+    except ValueError as error:
+        raise ConfigError(f"{path}: the flags {flags!r} cannot be read: {error}.") from error
 
 
 def _build_rungs(
