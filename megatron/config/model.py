@@ -13,6 +13,7 @@ QKNorm = Literal["head", "full"]
 NormPlacement = Literal["input", "output"]
 RopeScaling = Literal["linear", "llama3", "yarn"]
 RouterScore = Literal["softmax", "sigmoid"]
+Parametrization = Literal["standard", "mup", "completep"]
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,18 @@ class ModelConfig:
     """Standard deviation of the output projections of attention and MLP. wang =
     2 / (layers x sqrt(h)), as in GPT-NeoX-20B and Pythia. Default: --init-method-std /
     sqrt(2 x layers)."""
+    parametrization: Parametrization = "standard"
+    """How initial weights, learning rates and outputs change with the size of the model, so that
+    the best --lr of a small base model is also that of this one. mup: with the width
+    (https://arxiv.org/abs/2203.03466). completep: with width and depth
+    (https://arxiv.org/abs/2505.01618). standard: as the other flags say."""
+    base_width: Annotated[int | None, Range("[1, 1e9]")] = None
+    """mup, completep: hidden size of the base model."""
+    base_depth: Annotated[int | None, Range("[1, 1e6]")] = None
+    """completep: number of layers of the base model."""
+    base_kv_channels: Annotated[int | None, Range("[1, 1e9]")] = None
+    """mup, completep: width of an attention head of the base model. Attention divides its logits by
+    head width / sqrt(this). Default: that of this model, which is the usual sqrt(head width)."""
     num_experts: Annotated[int | None, Range("[2, 1e6]")] = None
     """Replace the MLPs by this many experts, of which each token uses some
     (https://arxiv.org/abs/2101.03961). Every token reaches its experts, none is dropped. Default:

@@ -15,6 +15,7 @@ from megatron.engine.optimizer import (
     MasterParameter,
     Optimizer,
     choose_rate,
+    compute_decay,
     group_masters,
     make_moment,
     open_in_fp32,
@@ -66,6 +67,9 @@ class AdEMAMix(Optimizer):
                 if m.weight.grad is not None
             ]
             rate = choose_rate(lr, decoupled_lr, decoupled=group[0].decoupled)
+            rate *= group[0].scaling.rate
+            decay = compute_decay(group[0], config)
+            epsilon = config.adam_eps * group[0].scaling.epsilon
             for weights, gradients, fast_kept, squares_kept, slow in split_batches(tensors, PIECE):
                 with open_in_fp32(fast_kept) as fast, open_in_fp32(squares_kept) as squares:
                     private.foreach_lerp_(fast, gradients, 1.0 - config.adam_beta1)
@@ -76,13 +80,13 @@ class AdEMAMix(Optimizer):
                     )
                     denominators = private.foreach_sqrt(squares)
                     private.foreach_div_(denominators, root_of_correction)
-                    private.foreach_add_(denominators, config.adam_eps)
+                    private.foreach_add_(denominators, epsilon)
                     updates = private.foreach_div(fast, fast_correction)
                 # As in the paper, the slow average has no bias correction. It is small at first.
                 private.foreach_add_(updates, slow, alpha=alpha)
                 private.foreach_div_(updates, denominators)
                 if group[0].decays:
-                    private.foreach_mul_(weights, 1.0 - rate * config.weight_decay)
+                    private.foreach_mul_(weights, 1.0 - rate * decay)
                 private.foreach_add_(weights, updates, alpha=-rate)
 
 

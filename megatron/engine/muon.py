@@ -36,6 +36,7 @@ from megatron.engine.optimizer import (
     scale_gradients,
 )
 from megatron.engine.parallelize import shard_offset
+from megatron.model.parametrization import compute_muon_rate
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import Kind
@@ -128,6 +129,7 @@ class Muon(Optimizer):
         # Each copy of the model computes its own updates, from the same gradients.
         self._rank = mesh.sharding.rank * mesh.grid.tensor + mesh.coordinate.tensor
         self._dtype = PRECISIONS[config.muon_fp32_matmul_prec]
+        self._rate_factor = compute_muon_rate(config, shape)
         self._adamw = AdamW([m for m in masters if not is_muon_matrix(m)], config)
         self._matrices = [
             _describe_matrix(m, config, shape, mesh) for m in masters if is_muon_matrix(m)
@@ -202,7 +204,8 @@ class Muon(Optimizer):
             weight = matrix.master.weight
             weight.mul_(1.0 - lr * self._config.weight_decay)
             # The factor is applied here, because bf16 would round it.
-            weight.addcmul_(update.view_as(weight).float(), matrix.scales, value=-lr)
+            rate = lr * self._rate_factor
+            weight.addcmul_(update.view_as(weight).float(), matrix.scales, value=-rate)
 
     def _advance_momentum(self, matrix: _Matrix) -> Tensor:
         """Add the gradient to this rank's momentum, and return what is to be orthogonalised."""

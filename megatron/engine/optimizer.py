@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megatron.base import apex
 from megatron.config.optimizer import OptimizerConfig
 from megatron.model.gpt import EMBEDDING, INPUT_AND_OUTPUT
+from megatron.model.parametrization import UNSCALED, Scaling
 from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.shard import ADAM_KINDS, Kind
 from megatron.parallel.torch_private import (
@@ -53,6 +54,8 @@ class MasterParameter:
 
     decay_embeddings: bool = True
     """Whether weight decay applies to the tables of the embedding."""
+    scaling: Scaling = UNSCALED
+    """Factors on the learning rate, the weight decay and epsilon."""
 
     @property
     def decays(self) -> bool:
@@ -112,10 +115,11 @@ class Optimizer(ABC):
 
 
 def group_masters(masters: list[MasterParameter]) -> list[list[MasterParameter]]:
-    """Return groups of parameters with the same learning rate and weight decay."""
-    groups: dict[tuple[bool, bool], list[MasterParameter]] = {}
+    """Return groups of parameters with the same learning rate, weight decay and epsilon."""
+    groups: dict[tuple[bool, bool, Scaling], list[MasterParameter]] = {}
     for master in masters:
-        groups.setdefault((master.decays, master.decoupled), []).append(master)
+        key = master.decays, master.decoupled, master.scaling
+        groups.setdefault(key, []).append(master)
     return list(groups.values())
 
 
@@ -124,6 +128,13 @@ def choose_rate(lr: float, decoupled_lr: float | None, *, decoupled: bool) -> fl
     if decoupled and decoupled_lr is not None:
         return decoupled_lr
     return lr
+
+
+def compute_decay(master: MasterParameter, config: OptimizerConfig) -> float:
+    """Return the weight decay of a parameter, 0 if it has none."""
+    if not master.decays:
+        return 0.0
+    return config.weight_decay * master.scaling.decay
 
 
 def make_moment(weight: Tensor, kind: Kind, config: OptimizerConfig) -> Tensor:
@@ -203,8 +214,10 @@ class AdamW(Optimizer):
                 # A rank may have no element of a small parameter. apex's kernel skips the tensors
                 # that follow an empty one in its list.
                 "params": [m.weight for m in group if m.weight.numel()],
-                "weight_decay": config.weight_decay if group[0].decays else 0.0,
+                "weight_decay": compute_decay(group[0], config),
+                "eps": config.adam_eps * group[0].scaling.epsilon,
                 "decoupled": group[0].decoupled,
+                "factor": group[0].scaling.rate,
             }
             for group in group_masters(masters)
         ]
@@ -250,7 +263,8 @@ class AdamW(Optimizer):
     def step(self, lr: float, decoupled_lr: float | None = None, factor: float = 1.0) -> None:
         """Update the weights. See `Optimizer.step`."""
         for group in self._optimizer.param_groups:
-            group["lr"] = choose_rate(lr, decoupled_lr, decoupled=group["decoupled"])
+            rate = choose_rate(lr, decoupled_lr, decoupled=group["decoupled"])
+            group["lr"] = rate * group["factor"]
         self.step_count += 1
         if isinstance(self._optimizer, _TorchAdamW):
             self._optimizer.update(self.step_count, factor)
@@ -310,7 +324,7 @@ class _TorchAdamW:
                         beta2=config.adam_beta2,
                         lr=group["lr"],
                         weight_decay=group["weight_decay"],
-                        eps=config.adam_eps,
+                        eps=group["eps"],
                         maximize=False,
                         grad_scale=scale,
                     )

@@ -145,6 +145,7 @@ class SelfAttention(nn.Module):
         self.rotary = layer.rotary
         self.window = layer.window
         self.head_dim = shape.head_dim
+        self.query_factor = shape.query_factor
         self.qkv: ColumnParallelLinear | SharedGroupsLinear
         if shape.query_groups >= tp.size:
             self.groups = split_evenly(shape.query_groups, tp)
@@ -233,6 +234,8 @@ class SelfAttention(nn.Module):
         qkv = trim_columns(qkv, self.groups * (queries + 2) * self.head_dim)
         qkv = qkv.view(s, b, self.groups, queries + 2, self.head_dim)  # [s, b, g/t, n/g + 2, d]
         query, key, value = self._divide(qkv, positions)
+        if self.query_factor != 1.0:
+            query = query * self.query_factor
         # From [s, b, g/t, 1 or n/g, d].
         query, key, value = (part.flatten(2, 3).permute(1, 2, 0, 3) for part in (query, key, value))
         return query, key, value

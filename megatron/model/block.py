@@ -76,6 +76,7 @@ class Block(nn.Module):
         if norm_first:
             self.input_norm = build_norm(config, tp)
         self.parallel_residual = config.parallel_residual
+        self.residual_factor = shape.residual_factor
         # Attention is sharded by heads, so its masks always differ between tensor-parallel ranks.
         core_dropout = Dropout(config.attention_dropout, site, streams, sharded=True)
         self.attention = SelfAttention(shape, layer, core_dropout, tp)
@@ -180,7 +181,7 @@ class Block(nn.Module):
         attended = self.attention(read, positions, dropout_key)
         if self.attention_output_norm is not None:
             attended = self.attention_output_norm(attended)
-        return x, attended
+        return x, self._scale_branch(attended)
 
     def _feed_forward(
         self, x: Tensor, attended: Tensor, dropout_key: DropoutKey, routing: Routing
@@ -198,7 +199,14 @@ class Block(nn.Module):
             out = self.mlp(read)
         if self.mlp_output_norm is not None:
             out = self.mlp_output_norm(out)
+        out = self._scale_branch(out)
         return after + self.mlp_dropout(out, dropout_key)
+
+    def _scale_branch(self, out: Tensor) -> Tensor:
+        """Return what attention or MLP adds to the residual stream, from its output."""
+        if self.residual_factor == 1.0:
+            return out
+        return out * self.residual_factor
 
     def _add_and_normalise(
         self, x: Tensor, branch: Tensor | None, before: Norm | None, after: Norm | None

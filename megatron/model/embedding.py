@@ -40,7 +40,7 @@ class Embedding(nn.Module):
         self.context = context
         self.fp32_residual = fp32_residual
         self.word = VocabParallelEmbedding(
-            shape.vocab_size, shape.padded_vocab_size, config.hidden_size, tp=tp, init=Init.NORMAL
+            shape.vocab_size, shape.padded_vocab_size, config.hidden_size, tp=tp, init=Init.TABLE
         )
         # BigScience's 104B model used this norm against loss spikes (its lessons learned). It is a
         # LayerNorm also if the blocks use RMSNorm.
@@ -53,7 +53,7 @@ class Embedding(nn.Module):
         self.position: nn.Parameter | None = None
         if rows:
             self.position = make_replicated_outside_region(
-                (rows, config.hidden_size), tp, Init.NORMAL
+                (rows, config.hidden_size), tp, Init.TABLE
             )
         self.dropout = Dropout(config.hidden_dropout, 0, streams, sharded=tp.sequence_parallel)
 

@@ -85,7 +85,7 @@ class Head(nn.Module):
             else:
                 copy_of = None
             spec = ParameterSpec(
-                (shape.vocab_size, config.hidden_size), Init.NORMAL, shard_dim=0, copy_of=copy_of
+                (shape.vocab_size, config.hidden_size), Init.TABLE, shard_dim=0, copy_of=copy_of
             )
             self.weight = make_parameter((rows, config.hidden_size), spec)
 
@@ -188,7 +188,7 @@ class GPT(nn.Module):
         assert own.labels is not None, "the loss needs labels"
         # Which tokens count depends on all labels of a sample.
         mask = find_loss_mask(inputs, self._loss, training=self.training)
-        hidden = enter_tensor_parallel(normalised, self.tp)
+        hidden = self._enter_output(normalised)
         if inputs.likelihoods is not None:
             return self._fill_likelihoods(inputs.likelihoods, hidden, own)
         divisor = inputs.loss_divisor
@@ -249,7 +249,7 @@ class GPT(nn.Module):
         The logits are those of this rank's real ids, without the padding.
         """
         assert self.head is not None, "only the last stage has logits"
-        hidden = enter_tensor_parallel(self.head.norm(x), self.tp)
+        hidden = self._enter_output(self.head.norm(x))
         weight = self._get_output_weight()[: self._vocab.real]
         return torch.nn.functional.linear(hidden, weight).float()
 
@@ -260,7 +260,7 @@ class GPT(nn.Module):
             normalised: The output of the final norm, [s, b, h], or [s/t, b, h] with sequence
                 parallelism.
         """
-        hidden = enter_tensor_parallel(normalised, self.tp)
+        hidden = self._enter_output(normalised)
         return find_largest_output_logit(hidden, self._get_output_weight(), self._vocab)
 
     def run_blocks(
@@ -287,6 +287,13 @@ class GPT(nn.Module):
     def get_blocks(self) -> dict[int, Block]:
         """Return the blocks of this stage by their numbers in the complete model."""
         return {int(name): cast(Block, block) for name, block in self.blocks.items()}
+
+    def _enter_output(self, normalised: Tensor) -> Tensor:
+        """Return what the output matrix multiplies, from the output of the final norm."""
+        factor = self.shape.output_factor
+        if factor != 1.0:
+            normalised = normalised * factor
+        return enter_tensor_parallel(normalised, self.tp)
 
     def _get_output_weight(self) -> Tensor:
         assert self.head is not None, "only the last stage has an output matrix"

@@ -2,9 +2,9 @@
 
 | parameter                     | kind          | distribution                 |
 |-------------------------------|---------------|------------------------------|
-| embedding.word.weight         | NORMAL        | N(0, sigma)                  |
-| embedding.position            | NORMAL        | N(0, sigma)                  |
-| head.weight                   | NORMAL        | N(0, sigma)                  |
+| embedding.word.weight         | TABLE         | N(0, sigma)                  |
+| embedding.position            | TABLE         | N(0, sigma)                  |
+| head.weight                   | TABLE         | N(0, sigma)                  |
 | blocks.*.attention.qkv.weight | NORMAL        | N(0, sigma)                  |
 | blocks.*.mlp.up.weight        | NORMAL        | N(0, sigma)                  |
 | blocks.*.mlp.gate.weight      | NORMAL        | N(0, sigma)                  |
@@ -15,7 +15,8 @@
 | *.activation.alpha_p          | XIELU_P       | log(exp(0.8) - 1)            |
 | *.activation.alpha_n          | XIELU_N       | log(exp(0.3) - 1)            |
 
-sigma is `--init-method-std`. `--output-init-method-std` replaces sigma / sqrt(2 layers). A
+sigma is `--init-method-std`. `--output-init-method-std` replaces sigma / sqrt(2 layers). With
+`--parametrization`, the deviations of NORMAL and SCALED_NORMAL change, see `ModelShape`. A
 parameter's `ParameterSpec` states its kind. Its name decides
 nothing. A test compares this table with the specs. Rows that only pad the vocabulary are zero.
 The engines set them, not this module.
@@ -77,7 +78,11 @@ def initialise(
         return
     # The residual stream sums the outputs of two projections in each layer. A smaller sigma keeps
     # its variance independent of the number of layers.
-    deviations = {Init.NORMAL: shape.init_std, Init.SCALED_NORMAL: shape.output_init_std}
+    deviations = {
+        Init.TABLE: shape.init_std,
+        Init.NORMAL: shape.matrix_init_std,
+        Init.SCALED_NORMAL: shape.output_init_std,
+    }
     values = draw_normal_slice(seed, name, global_shape, offset, tuple(local.shape))
     # Scaled in fp32 before the copy, which rounds to the dtype of the shard.
     local.copy_(torch.from_numpy(values).mul_(deviations[kind]))

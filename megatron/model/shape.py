@@ -133,12 +133,25 @@ class ModelShape:
         return {"small": math.sqrt(2 / (5 * h)), "megatron": math.sqrt(1 / (3 * h))}[std]
 
     @property
+    def matrix_init_std(self) -> float:
+        """Standard deviation of the matrices of the layers. It falls with the width ratio."""
+        return self.init_std / math.sqrt(self.width_ratio)
+
+    @property
     def output_init_std(self) -> float:
         """Standard deviation of the projections that write into the residual stream.
 
         The default is `init_std` / sqrt(2 l) for l layers (https://arxiv.org/abs/1909.08053).
-        "wang" is 2 / (l sqrt(h)) (https://arxiv.org/abs/2204.06745).
+        "wang" is 2 / (l sqrt(h)) (https://arxiv.org/abs/2204.06745). The width ratio divides it as
+        in `matrix_init_std`. With completep, a factor on the residual branches takes the place of
+        sqrt(2 l).
         """
+        if self.config.parametrization == "completep":
+            return self.matrix_init_std
+        return self._base_output_init_std / math.sqrt(self.width_ratio)
+
+    @property
+    def _base_output_init_std(self) -> float:
         std = self.config.output_init_method_std
         layers = self.config.num_layers
         if std is None:
@@ -146,6 +159,38 @@ class ModelShape:
         if not isinstance(std, str):
             return float(std)
         return {"wang": 2 / (layers * math.sqrt(self.config.hidden_size))}[std]
+
+    @property
+    def width_ratio(self) -> float:
+        """Hidden size divided by that of the base model, 1 without one."""
+        if self.config.base_width is None or self.config.parametrization == "standard":
+            return 1.0
+        return self.config.hidden_size / self.config.base_width
+
+    @property
+    def depth_ratio(self) -> float:
+        """Number of layers divided by that of the base model, 1 without completep."""
+        if self.config.base_depth is None or self.config.parametrization != "completep":
+            return 1.0
+        return self.config.num_layers / self.config.base_depth
+
+    @property
+    def output_factor(self) -> float:
+        """Factor on the output of the final norm, which the output matrix multiplies."""
+        return 1.0 / self.width_ratio
+
+    @property
+    def residual_factor(self) -> float:
+        """Factor on what attention and MLP add to the residual stream."""
+        return 1.0 / self.depth_ratio
+
+    @property
+    def query_factor(self) -> float:
+        """Factor on the queries, after their norm."""
+        base = self.config.base_kv_channels
+        if base is None or self.config.parametrization == "standard":
+            return 1.0
+        return math.sqrt(base / self.head_dim)
 
 
 def _choose_layers(text: str | None, num_layers: int) -> frozenset[int]:

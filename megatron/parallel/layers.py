@@ -30,6 +30,9 @@ class Init(Enum):
     """The kind of a parameter's initial values. `model/init.py` has the standard deviations."""
 
     NORMAL = "normal"
+    TABLE = "normal, table"
+    """Normal with a standard deviation that no width changes, for a row of each token or position.
+    """
     SCALED_NORMAL = "scaled normal"
     """Normal with a smaller standard deviation, for matrices that write to the residual stream."""
     ZERO = "zero"

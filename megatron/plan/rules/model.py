@@ -102,6 +102,42 @@ def check_layer_choices(settings: ConfigWithOrigin) -> Iterator[Finding]:
             yield error(f"{settings.describe(dotted)}: {failure}.")
 
 
+def check_parametrization(settings: ConfigWithOrigin) -> Iterator[Finding]:
+    """Check that a parametrization has its base model, and no other scaling by the size."""
+    model = settings.config.model
+    if model.parametrization == "standard":
+        return
+    asked = settings.describe("model.parametrization")
+    if model.base_width is None:
+        yield error(
+            f"{asked} needs --base-width, the hidden size of the model whose --lr is given."
+        )
+    if model.parametrization == "completep":
+        if model.base_depth is None:
+            yield error(f"{asked} needs --base-depth, the number of layers of the base model.")
+        if model.output_init_method_std is not None:
+            yield error(
+                f"{asked} scales the residual branches themselves; leave out "
+                f"{settings.describe('model.output_init_method_std')}."
+            )
+    elif model.base_depth is not None:
+        yield error(
+            f"{asked} has no rule for the depth; use --parametrization completep, or leave out "
+            f"{settings.describe('model.base_depth')}."
+        )
+    for name in ("init_method_std", "output_init_method_std"):
+        if isinstance(getattr(model, name), str):
+            yield error(
+                f"{asked} scales initial weights by the width, and so does "
+                f"{settings.describe('model.' + name)}; give a number, that of the base model."
+            )
+    if settings.config.parallel.deepspeed:
+        yield error(
+            f"{asked} gives parameters different rates, which the DeepSpeed engine does not "
+            f"support; leave out {settings.describe('parallel.deepspeed')}."
+        )
+
+
 def check_query_key_norm(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Check that --qk-norm full is used with RMSNorm."""
     model = settings.config.model

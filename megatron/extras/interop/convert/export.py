@@ -31,6 +31,7 @@ from megatron.extras.interop.convert.compare import (
     compare_models,
 )
 from megatron.extras.interop.convert.fields import normalise_model
+from megatron.extras.interop.convert.folding import fold_description, fold_rows
 from megatron.extras.interop.convert.hf_files import (
     HfTensors,
     import_transformers,
@@ -86,6 +87,8 @@ def export_checkpoint(
     config = checkpoint.read_config()
     index = checkpoint.read_index()
     vocab_size = index.tensors["weight/embedding.word.weight"]["shape"][0]
+    trained = ModelShape(config.model, vocab_size, vocab_size)
+    config = replace(config, model=fold_description(config.model))
     architecture = choose_architecture(config.model, options.architecture)
     pairs = pair_tensors(architecture, ModelShape(config.model, vocab_size, vocab_size))
     dtype = _choose_dtype(config, options.dtype)
@@ -95,7 +98,7 @@ def export_checkpoint(
         with TensorReader(checkpoint.folder, collect_digests(checkpoint.manifest, index)) as reader:
 
             def read(pair: TensorPair) -> Tensor:
-                return _read_rounded(reader, index, pair, dtype)
+                return _read_rounded(reader, index, pair, dtype, trained)
 
             shapes = _list_shapes(architecture, config, pairs)
             log(f"writing {len(shapes)} tensors of {architecture.class_name} in {dtype}")
@@ -163,9 +166,13 @@ def _choose_dtype(config: Config, requested: str | None) -> torch.dtype:
 
 
 def _read_rounded(
-    reader: TensorReader, index: TensorIndex, pair: TensorPair, dtype: torch.dtype
+    reader: TensorReader,
+    index: TensorIndex,
+    pair: TensorPair,
+    dtype: torch.dtype,
+    trained: ModelShape,
 ) -> Tensor:
-    """Return a tensor of the checkpoint in the dtype of the files.
+    """Return a tensor of the checkpoint in the dtype of the files, with the model's factors.
 
     It is read in parts, so that the memory is that of the result.
 
@@ -180,7 +187,7 @@ def _read_rounded(
         part = torch.empty(into.shape)
         needed = ((begin, *(0,) * (part.dim() - 1)), tuple(part.shape))
         reader.read_into(part, needed, index.tensors[key], key)
-        into.copy_(part)
+        into.copy_(fold_rows(part, pair.name, begin, trained))
         if not torch.isfinite(into).all():
             raise CheckpointError(
                 f"{pair.name} has numbers that {dtype} cannot hold; give --dtype fp32"

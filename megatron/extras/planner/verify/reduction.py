@@ -197,6 +197,11 @@ def _reduce_model(plan: Plan, grid: Grid) -> Values:
         "model.seq_length": length,
         "model.rope_original_length": length // 2,
     }
+    if model.parametrization != "standard":
+        # The ratios are above 1, so a missing factor is found.
+        values["model.base_width"] = hidden // 2
+        values["model.base_depth"] = 1 if model.base_depth is not None else None
+        values["model.base_kv_channels"] = None if model.base_kv_channels is None else head // 2
     # Named formulas give large values already, because the hidden size is small.
     if isinstance(model.init_method_std, float):
         values["model.init_method_std"] = ENLARGED_STD

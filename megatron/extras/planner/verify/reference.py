@@ -33,10 +33,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.batch import BatchConfig
+from megatron.config.model import ModelConfig
 from megatron.extras.planner.verify.reduction import COMPARED, DROPPED, EOD, use_one_process
 from megatron.extras.planner.verify.reference_dropout import use_masks_of_layout
 from megatron.extras.planner.verify.reference_experts import ReferenceExperts, leave_out_losses
-from megatron.extras.planner.verify.reference_optimizer import Moments, Rates, ReferenceOptimizer
+from megatron.extras.planner.verify.reference_optimizer import (
+    Moments,
+    Rates,
+    ReferenceOptimizer,
+    get_ratios,
+)
 from megatron.extras.planner.verify.trace import ActivationTrace
 from megatron.model.goldfish import find_loss_mask
 from megatron.model.gpt import GPT
@@ -183,20 +189,31 @@ def compute_initial_weight(
         std = (2 / (5 * config.hidden_size)) ** 0.5
     elif std == "megatron":
         std = (1 / (3 * config.hidden_size)) ** 0.5
+    # The rows of tokens and positions do not depend on the width.
+    width = 1.0
+    if name.startswith("blocks."):
+        width = get_ratios(config)[0] ** 0.5
     outputs = ("attention.out.weight", "mlp.down.weight", "shared.down.weight", "experts.down")
     if name.endswith(outputs):
-        output: Any = config.output_init_method_std
-        if output is None:
-            std = std / (2 * config.num_layers) ** 0.5
-        elif output == "wang":
-            std = 2 / config.num_layers / config.hidden_size**0.5
-        else:
-            std = output
+        std = _compute_output_std(config, std)
     # The parameters of a copy have fewer elements than one block of the generator.
     # The names are hashed, so two layers get different numbers.
     seeds = np.random.SeedSequence((seed, zlib.crc32(name.encode()), 0))
     drawn = np.random.Generator(np.random.SFC64(seeds)).standard_normal(size, dtype=np.float32)
-    return torch.from_numpy(drawn) * std
+    return torch.from_numpy(drawn) * (std / width)
+
+
+def _compute_output_std(config: ModelConfig, std: float) -> float:
+    """Return the deviation of a projection that writes to the residual stream."""
+    output: Any = config.output_init_method_std
+    # The factor on the branches takes the place of the formula of the depth.
+    if config.parametrization == "completep":
+        return std
+    if output is None:
+        return std / float(2 * config.num_layers) ** 0.5
+    if output == "wang":
+        return 2 / config.num_layers / float(config.hidden_size) ** 0.5
+    return float(output)
 
 
 def compute_batch_size(batch: BatchConfig, consumed: int) -> int:
@@ -243,7 +260,7 @@ def _compute_loss(model: GPT, inputs: Inputs, plan: Plan, vocab_size: int) -> Te
     if weight is None:
         weight = model.embedding.word.weight
     # The projection and the loss of the run are fused and in chunks.
-    hidden = model.head.norm(model.run_blocks(None, inputs))
+    hidden = model.head.norm(model.run_blocks(None, inputs)) / get_ratios(plan.config.model)[0]
     logits = F.linear(hidden, weight[:vocab_size]).transpose(0, 1)
     assert inputs.labels is not None, "the reference has labels"
     losses = F.cross_entropy(logits.flatten(0, 1), inputs.labels.flatten(), reduction="none")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.engine.ademamix import compute_alpha, compute_beta3
 from megatron.engine.muon import compute_scale, orthogonalise
@@ -50,11 +51,15 @@ class ReferenceOptimizer:
         }
         self._adamw = torch.optim.AdamW(
             [
-                {"params": [p], "name": name, "weight_decay": self._get_decay(name, p)}
+                {
+                    "params": [p],
+                    "name": name,
+                    "weight_decay": self._get_decay(name, p),
+                    "eps": self._get_epsilon(name),
+                }
                 for name, p in self._others.items()
             ],
             betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_eps,
             foreach=False,
         )
 
@@ -68,16 +73,29 @@ class ReferenceOptimizer:
     def _get_decay(self, name: str, parameter: Tensor) -> float:
         # Biases and norms have one dimension.
         excluded = name.startswith("embedding.") and not self._config.weight_decay_on_embeddings
-        return self._config.weight_decay * (parameter.dim() > 1 and not excluded)
+        decay = self._config.weight_decay * (parameter.dim() > 1 and not excluded)
+        # The product of rate and decay does not depend on the width.
+        return decay / self._get_rate_factor(name, parameter)
 
-    def _get_rate(self, name: str, rates: Rates) -> float:
+    def _get_rate(self, name: str, parameter: Tensor, rates: Rates) -> float:
         if rates[1] is not None and name in ("embedding.word.weight", "head.weight"):
             return rates[1]
-        return rates[0]
+        return rates[0] * self._get_rate_factor(name, parameter)
+
+    def _get_rate_factor(self, name: str, parameter: Tensor) -> float:
+        if name.startswith("blocks.") and parameter.dim() == 2:
+            return 1 / get_ratios(self._shape.config)[0]
+        return 1.0
+
+    def _get_epsilon(self, name: str) -> float:
+        width, depth = get_ratios(self._shape.config)
+        if name.startswith("blocks."):
+            width *= depth
+        return self._config.adam_eps / width
 
     def _update_by_adamw(self, rates: Rates) -> None:
         for group in self._adamw.param_groups:
-            group["lr"] = self._get_rate(group["name"], rates)
+            group["lr"] = self._get_rate(group["name"], group["params"][0], rates)
         # The moments are read after the step, because torch creates them in it.
         self._adamw.step()
         for name, p in self._others.items():
@@ -97,9 +115,9 @@ class ReferenceOptimizer:
             squares.mul_(second).add_(gradient.square(), alpha=1 - second)
             slow.mul_(third).add_(gradient, alpha=1 - third)
             # The slow average has no bias correction, as in the paper.
-            root = (squares / (1 - second**self._steps)).sqrt() + config.adam_eps
+            root = (squares / (1 - second**self._steps)).sqrt() + self._get_epsilon(name)
             update = (fast / (1 - first**self._steps) + alpha * slow) / root
-            p.sub_(self._get_rate(name, rates) * (update + self._get_decay(name, p) * p))
+            p.sub_(self._get_rate(name, p, rates) * (update + self._get_decay(name, p) * p))
 
     def _update_by_muon(self, lr: float) -> None:
         config = self._config
@@ -122,7 +140,19 @@ class ReferenceOptimizer:
                 scale = compute_scale(len(rows), p.shape[1], config)
                 steps = config.muon_num_ns_steps
                 update = orthogonalise(source[rows], steps, config.muon_coefficient_type)
+                if config.muon_scale_mode == "spectral":
+                    scale /= get_ratios(self._shape.config)[0] ** 0.5
                 p[rows] -= lr * scale * update
+
+
+def get_ratios(model: ModelConfig) -> tuple[float, float]:
+    """Return the width and the number of layers, each divided by that of the base model."""
+    width, depth = 1.0, 1.0
+    if model.parametrization != "standard" and model.base_width:
+        width = model.hidden_size / model.base_width
+    if model.parametrization == "completep" and model.base_depth:
+        depth = model.num_layers / model.base_depth
+    return width, depth
 
 
 def _get_gradient(parameter: nn.Parameter) -> Tensor:
