@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -244,20 +245,26 @@ def test_the_command_and_the_inspection(
 
 
 def test_an_interrupted_run_leaves_nothing_and_starts_again(folder: Path, tmp_path: Path) -> None:
-    source = write_conversations(tmp_path / "rows.jsonl", 6_000)
+    source = write_conversations(tmp_path / "rows.jsonl", 8_000)
     named = ["--tokenizer-type", "PretrainedFromHF", "--tokenizer-name-or-path", str(folder)]
     command = [sys.executable, "tools/preprocess_data.py", "--conversations", "--workers", "2"]
     command += ["--input", str(source), "--output-prefix", str(tmp_path / "data"), *named]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("data*.partial")) and time.monotonic() < deadline:
+    workers: list[psutil.Process] = []
+    while len(workers) < 2 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
+        workers = psutil.Process(process.pid).children()
     process.kill()
-    process.communicate()
+    # Nobody would ever give them work again.
+    _, left = psutil.wait_procs(workers, timeout=30)
+    assert len(workers) == 2
+    assert left == []
+    process.communicate(timeout=30)
     assert not (tmp_path / "data_conversations.idx").exists()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert len(IndexedDataset(tmp_path / "data_conversations")) == 6_000
+    assert len(IndexedDataset(tmp_path / "data_conversations")) == 8_000
     assert not list(tmp_path.glob("*.partial"))
 
 

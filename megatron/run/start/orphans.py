@@ -1,7 +1,8 @@
-"""Protection against processes that outlive their launcher. Linux only.
+"""Protection against processes that outlive the one that has started them. Linux only.
 
-Ranks of a killed torchrun must end, because they would keep the devices allocated. The
-module imports nothing slow, so that it can be called before all other imports.
+Ranks of a killed torchrun must end, because they would keep the devices allocated. Workers of a
+pool would wait forever for their next task. The module imports nothing slow, so that it can be
+called before all other imports.
 """
 
 import ctypes
@@ -21,17 +22,33 @@ def die_with_launcher() -> None:
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
+    # If torchrun ended before the call, its death sends no signal any more. The process was then
+    # adopted by process 1.
+    if _ask_for_signal() and os.getppid() == 1 and not _is_launcher(Path("/proc/1/cmdline")):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel end this process, a worker of a pool, when its parent ends.
+
+    Args:
+        parent: The id of the process that has started this one. It may have ended already.
+    """
+    if _ask_for_signal() and os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _ask_for_signal() -> bool:
+    """Ask the kernel for a SIGKILL when the parent ends. Return whether it can be asked."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
     except OSError:
         # Without a C library to call there is no protection, but training is still possible.
-        return
-    if hasattr(libc, "prctl"):
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        # If torchrun ended before the call of prctl, its death sends no signal any more. The
-        # process was then adopted by process 1.
-        if os.getppid() == 1 and not _is_launcher(Path("/proc/1/cmdline")):
-            os.kill(os.getpid(), signal.SIGKILL)
+        return False
+    if not hasattr(libc, "prctl"):
+        return False
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return True
 
 
 def _is_launcher(command: Path) -> bool:

@@ -396,7 +396,17 @@ def _compute_profiled_ranks(values: FlagValues) -> Computed:
     return None, ""
 
 
+def _compute_base_width(values: FlagValues) -> Computed:
+    return values.get_field("model.hidden_size"), "--hidden-size, as in Megatron-LM"
+
+
+def _compute_base_head(values: FlagValues) -> Computed:
+    return 1, "Megatron-LM divides by the width of a head and not by its root"
+
+
 _DERIVATIONS: tuple[Derivation, ...] = (
+    ("--use-mup", "model.base_width", _compute_base_width),
+    ("--use-mup", "model.base_kv_channels", _compute_base_head),
     *FMS_DERIVATIONS,
     *NEOX_DERIVATIONS,
     ("--swiglu", "model.ffn_hidden_size", _compute_megatron_swiglu_width),

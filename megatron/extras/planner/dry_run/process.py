@@ -22,6 +22,7 @@ from megatron.extras.planner.dry_run.record import RankReport
 from megatron.parallel.grid import GridCoordinate
 from megatron.plan.kernel_choice import KernelDevice, apply_kernel_choice, choose_kernels
 from megatron.plan.run_plan import Plan
+from megatron.run.start.orphans import die_with_parent
 from megatron.schedule.pipeline_schedule import choose_schedule
 
 _PACKAGE = f"{os.sep}megatron{os.sep}"
@@ -72,12 +73,13 @@ def open_pool(workers: int) -> ProcessPoolExecutor:
         # A fork would inherit torch, which has looked for CUDA already.
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_worker,
-        initargs=(build_guard(),),
+        initargs=(build_guard(), os.getpid()),
     )
 
 
-def _start_worker(library: Path) -> None:
+def _start_worker(library: Path, parent: int) -> None:
     """Prepare a process of the pool."""
+    die_with_parent(parent)
     # Ctrl-C reaches all processes of a terminal. The one that was called ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()

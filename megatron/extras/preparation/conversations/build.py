@@ -6,6 +6,7 @@ is complete. An interrupted run starts again.
 
 import collections
 import multiprocessing
+import os
 import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -34,6 +35,7 @@ from megatron.extras.preparation.preprocess.input_files import expand_inputs, le
 from megatron.extras.preparation.preprocess.journal import lock_output
 from megatron.extras.preparation.preprocess.texts import BadLine
 from megatron.extras.training.chat.template import load_chat_template, read_special_tokens
+from megatron.run.start.orphans import die_with_parent
 from megatron.tokenizer import HFTokenizer, build_tokenizer
 from megatron.tokenizer.failures import TokenizerError
 
@@ -215,9 +217,10 @@ _encoder: RowEncoder | None = None
 """The encoder of a worker process."""
 
 
-def _start_worker(job: ConversationJob) -> None:
+def _start_worker(job: ConversationJob, parent: int) -> None:
     """Load what a worker needs, and limit its memory, since a template is foreign code."""
     global _encoder
+    die_with_parent(parent)
     _encoder = RowEncoder(job)
     if sys.platform == "linux":
         with open("/proc/self/statm") as file:
@@ -293,7 +296,7 @@ def _run(job: ConversationJob, rows: Iterable[Rows]) -> Iterator[_Encoded]:
     # A forked worker need not import the libraries again. No thread has started yet.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     waiting: collections.deque[tuple[Rows, Future[_Encoded]]] = collections.deque()
-    pool = ProcessPoolExecutor(job.workers, context, _start_worker, (job,))
+    pool = ProcessPoolExecutor(job.workers, context, _start_worker, (job, os.getpid()))
     try:
         # Results come in the order of the rows, and few of them wait.
         for each in rows:

@@ -306,9 +306,10 @@ def _limit_seconds() -> Iterator[None]:
     def stop(number: int, frame: Any) -> None:
         raise DataError(f"the chat template needs more than {SECONDS:g} s for one conversation")
 
-    # A timer interrupts loops of a template, which run in Python.
+    # A timer interrupts loops of a template, which run in Python. It repeats, because Python drops
+    # an exception that is raised while it destroys an object.
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS, 1.0)
     try:
         yield
     finally:
