@@ -184,6 +184,7 @@ def build_charts(
         for panel in panels.values():
             panel.curves += run.list_curves(panel.key)
         panels["lm_loss"].curves += run.list_evaluations(1 if is_compared else 2)
+        panels["lm_loss"].curves += run.list_prediction()
         panels["lm_loss"].marks += run.list_dropped()
         charts.bands += run.list_bands()
         charts.events += run.list_events(described)
@@ -328,6 +329,22 @@ class _Run:
                     x,
                     {1: _list_with_gaps(np.array([each.loss for each in found]), gaps)},
                 )
+
+    def list_prediction(self) -> Iterator[Curve]:
+        """Yield the range of the predicted loss, a line at the end of the run."""
+        predicted = self._history.predicted
+        if predicted is None:
+            return
+        last = predicted.iteration
+        # The end of a run that still trains is known in iterations only.
+        x: Positions = {axis: [None, None] for axis in AXES}
+        if (self._columns["iteration"] >= last).any():
+            x = self._find([last, last], [float(self._columns["time"][-1])] * 2)
+        x["iteration"] = [float(last)] * 2
+        yield Curve(
+            f"{self._prefix}predicted", "evaluation", self._number + 1, x,
+            {1: [shorten(predicted.low), shorten(predicted.high)]},
+        )  # fmt: skip
 
     def list_dropped(self) -> Iterator[Mark]:
         """Yield a mark for each step whose update was not applied."""

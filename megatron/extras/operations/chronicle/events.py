@@ -101,7 +101,15 @@ def is_important(described: DescribedEvent) -> bool:
     # Other stops, as by a time limit, are planned.
     if event.kind == "stop":
         return event.details.get("reason") in ("error", "signal", "kill switch")
-    return described.label in ("killed", "rollback", "hang", "host excluded", "restart", "note")
+    return described.label in (
+        "killed",
+        "rollback",
+        "hang",
+        "host excluded",
+        "restart",
+        "note",
+        "prediction",
+    )
 
 
 def find_continued(events: Sequence[Event]) -> dict[int, int]:

@@ -1,7 +1,7 @@
 """Everything that a run's folder records about the run, read into arrays.
 
 Sources: the metrics file, the parts that rollbacks moved out of it, the chronicle,
-`interventions.jsonl`, and the verdicts of the watchdog.
+`interventions.jsonl`, the verdicts of the watchdog, and the loss that a ladder foretold.
 
 Invariant: an iteration that was trained several times has several rows, and at most one of them is
 kept. The others are those of an abandoned lineage.
@@ -21,6 +21,11 @@ from numpy.typing import NDArray
 from megatron.base.errors import DataError
 from megatron.base.outside_file import iterate_lines
 from megatron.extras.operations.chronicle.energy import EnergyUse, read_energy
+from megatron.extras.operations.chronicle.predicted_loss import (
+    PredictedLoss,
+    list_departures,
+    read_predicted_loss,
+)
 from megatron.extras.operations.chronicle.records import (
     Event,
     iterate_objects,
@@ -134,6 +139,8 @@ class RunHistory:
     """Energy and CO2, or None if codecarbon did not measure them."""
     damaged: list[str]
     """A message for each line of these files that was left out. A killed run leaves such lines."""
+    predicted: PredictedLoss | None = None
+    """The loss that a ladder foretold."""
 
 
 class _MetricsReader:
@@ -291,6 +298,8 @@ def read_history(folder: Path, *, metrics_bytes: int | None = None) -> RunHistor
     _add_losses_of_guard(columns, interventions)
     found = [_make_intervention_event(record) for record in interventions]
     events += [event for event in found if event is not None]
+    predicted = read_predicted_loss(folder)
+    events += list_departures(predicted, reader.evaluations)
     return RunHistory(
         folder,
         columns,
@@ -303,6 +312,7 @@ def read_history(folder: Path, *, metrics_bytes: int | None = None) -> RunHistor
         sorted(path.stat().st_mtime for path in folder.glob(_VERDICTS)),
         read_energy(_list_energy_tables(folder, events, interventions)),
         reader.damaged,
+        predicted,
     )
 
 

@@ -1,28 +1,42 @@
 """Train small models, fit a law to their losses, and foretell the loss of a large one.
 
+    python tools/ladder.py check -- --config base.yaml --parametrization mup
     python tools/ladder.py run ladder.yaml
     python tools/ladder.py fit ladder.yaml
     python tools/ladder.py predict ladder.yaml -- --config large.yaml
+    python tools/ladder.py design ladder.yaml --depth 12 --write large.yaml
 
-`run` trains what is not complete yet, one run after the other. `fit` and `predict` also read a CSV
-file with the columns parameters, tokens and loss. docs/ladder.md describes the file and the law.
+`check` shows whether a learning rate of a small model is right for larger ones. `run` trains what
+is not complete yet, one run after the other. `design` chooses everything from a number of layers.
+`fit`, `predict` and `design` also read a CSV file with the columns parameters, tokens and loss.
+docs/ladder.md describes the files and the law.
 """
 
 import json
+import os
+import shlex
+import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
+from tqdm import tqdm
 
 from megatron.base import exit_codes
+from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError, DataError
 from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.console.double_dash import split_at_double_dash
 from megatron.console.parse import parse_arguments
 from megatron.console.run_tool import run_tool
 from megatron.extras.interop.translators.translator import load_config
+from megatron.extras.operations.chronicle.predicted_loss import (
+    PredictedLoss,
+    write_predicted_loss,
+)
+from megatron.extras.planner.ladder.design import design
 from megatron.extras.planner.ladder.prediction import (
     Fit,
     Prediction,
@@ -34,6 +48,7 @@ from megatron.extras.planner.ladder.runs import (
     LadderRow,
     Rung,
     count_inner_parameters,
+    read_common_flags,
     read_ladder,
     read_result,
     read_table,
@@ -41,6 +56,9 @@ from megatron.extras.planner.ladder.runs import (
     write_table,
 )
 from megatron.plan.resolve import resolve
+
+if TYPE_CHECKING:
+    from megatron.extras.planner.ladder.coordinates import Slope
 
 
 @dataclass(frozen=True)
@@ -53,6 +71,9 @@ class RunRungs:
     """Train only the run with this number, as in a job array: --only $SLURM_ARRAY_TASK_ID."""
     list: bool = False
     """Print the runs with their numbers, and train nothing."""
+    submit: str | None = None
+    """Submit what is not complete as a job array, with these arguments of sbatch, such as
+    --submit="--gpus=1 --time=4:00:00"."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +96,50 @@ class PredictLoss:
     """Parameters of the run, without the embedding and the output matrix."""
     tokens: float | None = None
     """Tokens of its training. Default: those with which the model uses its compute best."""
+    run: str | None = None
+    """The --save folder of the run, with its flags after --. The prediction is stored there, and
+    tools/chronicle.py draws it beside the real loss and says when the loss leaves the range."""
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True)
+class DesignRun:
+    """Choose a complete configuration from a number of layers. Flags after -- win."""
+
+    depth: int
+    """Number of layers. Width, feed-forward, batch, length and rates follow from it."""
+    results: tyro.conf.Positional[str | None] = None
+    """The YAML file of a ladder, whose flags are kept, or a CSV file of results. Without one, all
+    choices are those of published rules, and no loss is foretold."""
+    tokens_per_parameter: float = 20.0
+    """Tokens of the training for each parameter, without the embedding and the output matrix."""
+    write: str | None = None
+    """Write the configuration into this YAML file."""
+
+
+@dataclass(frozen=True)
+class CheckCoordinates:
+    """Train larger models for a few steps, and show whether their activations change more.
+
+    The flags after -- describe the base model. The models are up to 8 times as wide and 4 times as
+    deep, so give a small one.
+    """
+
+    seeds: int = 4
+    """Number of seeds."""
+    picture: str | None = None
+    """Draw the sizes into this file, such as check.png."""
     json: bool = False
     """Print JSON."""
 
 
 Arguments = (
-    Annotated[RunRungs, tyro.conf.subcommand("run")]
+    Annotated[CheckCoordinates, tyro.conf.subcommand("check")]
+    | Annotated[RunRungs, tyro.conf.subcommand("run")]
     | Annotated[FitLaw, tyro.conf.subcommand("fit")]
     | Annotated[PredictLoss, tyro.conf.subcommand("predict")]
+    | Annotated[DesignRun, tyro.conf.subcommand("design")]
 )
 
 
@@ -90,12 +147,16 @@ def main(argv: list[str] | None = None) -> int:
     """Do what `argv` asks for and return the exit code."""
     own, training = split_at_double_dash(sys.argv[1:] if argv is None else argv)
     kinds: Any = Arguments
-    given: RunRungs | FitLaw | PredictLoss
+    given: CheckCoordinates | RunRungs | FitLaw | PredictLoss | DesignRun
     given = parse_arguments(kinds, args=own, prog="ladder.py", description=__doc__)
 
     def act() -> int:
+        if isinstance(given, CheckCoordinates):
+            return _check(given, training or [])
+        if isinstance(given, DesignRun):
+            return _design(given, training or [])
         if training and not isinstance(given, PredictLoss):
-            raise ConfigError("flags after -- describe the run of predict. Leave them out.")
+            raise ConfigError("flags after -- are those of check, predict and design.")
         if isinstance(given, RunRungs):
             return _run(given)
         # The other two begin with the fit.
@@ -112,8 +173,78 @@ def main(argv: list[str] | None = None) -> int:
     return run_tool(act)
 
 
+def _check(given: CheckCoordinates, training: list[str]) -> int:
+    """Print the slopes. The exit code says whether a change grows."""
+    # torch, which the other commands do without.
+    from megatron.extras.planner.ladder import coordinates
+
+    if given.seeds < 1:
+        raise ConfigError(f"--seeds {given.seeds} must be at least 1.")
+    config = load_config(training).config
+    seeds = [config.batch.seed + number for number in range(given.seeds)]
+    count = sum(map(len, coordinates.RATIOS.values())) * len(seeds)
+    found = tqdm(coordinates.measure(config, seeds), "models", count, file=sys.stderr)
+    slopes = coordinates.fit_slopes(list(found))
+    if given.picture is not None:
+        coordinates.draw(slopes, Path(given.picture))
+    if given.json:
+        print_line(json.dumps([{**asdict(s), "verdict": s.verdict} for s in slopes], indent=1))
+    else:
+        print_line(_describe_slopes(slopes, coordinates.describe_base(config.model)))
+    # muP makes no promise about the depth.
+    promised = {"mup": {"width"}}.get(config.model.parametrization, {"width", "depth"})
+    grows = any(each.verdict == "grows" and each.direction in promised for each in slopes)
+    return exit_codes.FOUND if grows else 0
+
+
+def _describe_slopes(slopes: "list[Slope]", base: str) -> str:
+    """Return a table of slopes."""
+    lines = [f"{base}", f"{'':6} {'part':16} {'size':13} {'slope':>6}"]
+    for each in slopes:
+        sizes = " ".join(f"{size:9.3g}" for size in each.sizes)
+        verdict = f"  {each.verdict}" if each.verdict else ""
+        lines.append(
+            f"{each.direction:6} {each.part:16} {each.what:13} {each.slope:+6.2f} {sizes}{verdict}"
+        )
+    lines.append("slope: of the logarithm of the size, by that of width or depth")
+    return "\n".join(lines)
+
+
+def _design(given: DesignRun, training: list[str]) -> int:
+    """Print each choice with its reason, and write the configuration."""
+    fitted, flags = None, training
+    if given.results is not None:
+        fitted = fit_rows(_read_rows(given.results))
+        if Path(given.results).suffix != ".csv":
+            flags = [*read_common_flags(given.results), *training]
+    found = design(given.depth, given.tokens_per_parameter, flags, fitted)
+    for choice in found.choices:
+        print_line(f"{choice.flags}\n    {choice.reason}")
+    print_line(f"{found.parameters:,} parameters and {found.tokens:,} tokens")
+    if fitted is not None:
+        print_line(_describe(fitted, predict(fitted, found.parameters, found.tokens)))
+    if given.write is not None:
+        replace_file(Path(given.write), found.write())
+        print_line(f"next: python tools/plan.py --config {given.write}")
+    return 0
+
+
+def _submit(given: RunRungs, numbers: list[int]) -> int:
+    """Submit runs as a job array."""
+    command = [*shlex.split(given.submit or ""), f"--array={','.join(map(str, numbers))}"]
+    own = shlex.join([sys.executable, os.path.abspath(sys.argv[0]), "run", given.ladder])
+    task = f"{own} --only $SLURM_ARRAY_TASK_ID"
+    try:
+        return subprocess.run(["sbatch", *command, f"--wrap={task}"], check=False).returncode
+    except OSError as error:
+        raise ConfigError(f"--submit needs the command sbatch: {error}.") from error
+
+
 def _run(given: RunRungs) -> int:
     rungs = read_ladder(given.ladder)
+    if given.submit is not None:
+        left = [number for number, rung in enumerate(rungs) if read_result(rung) is None]
+        return _submit(given, left) if left else 0
     if given.only is not None and not 0 <= given.only < len(rungs):
         raise ConfigError(f"--only {given.only} must be one of 0 to {len(rungs) - 1}.")
     failed = 0
@@ -169,6 +300,7 @@ def _predict(given: PredictLoss, fitted: Fit, training: list[str]) -> Prediction
         ConfigError: Its size is given twice or not at all, or its flags have errors.
     """
     parameters, tokens = given.parameters, given.tokens
+    plan = None
     if training:
         if parameters is not None:
             raise ConfigError("--parameters and flags after -- are both given. Keep one.")
@@ -183,7 +315,13 @@ def _predict(given: PredictLoss, fitted: Fit, training: list[str]) -> Prediction
     # A question about a size alone is one about its best use.
     if tokens is None:
         tokens = fitted.law.find_optimal_tokens(parameters)
-    return predict(fitted, parameters, tokens)
+    found = predict(fitted, parameters, tokens)
+    if given.run is not None:
+        if plan is None:
+            raise ConfigError("--run needs the flags of the run after --.")
+        kept = PredictedLoss(plan.train_iters, found.loss, found.low, found.high)
+        write_predicted_loss(Path(given.run), kept)
+    return found
 
 
 def _describe_fit(fitted: Fit) -> str:

@@ -35,6 +35,10 @@ class Fit:
     rates: dict[tuple[float, float], float]
     """Parameters and tokens -> the best learning rate."""
 
+    def transfer_rate(self) -> float:
+        """Return the best rate if it does not depend on the size: the mean of logarithms."""
+        return float(np.exp(np.log(list(self.rates.values())).mean()))
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -91,7 +95,7 @@ def predict(fitted: Fit, parameters: float, tokens: float) -> Prediction:
     """Return what the law says about a run."""
     # The interval is that of a single run, and not of the law alone.
     low, high = find_interval(fitted.laws, fitted.runs, fitted.law, parameters, tokens)
-    lr, reason = _choose_rate(fitted.rates, parameters, tokens)
+    lr, reason = choose_rate(fitted.rates, parameters, tokens)
     return Prediction(
         parameters,
         tokens,
@@ -101,14 +105,18 @@ def predict(fitted: Fit, parameters: float, tokens: float) -> Prediction:
         fitted.law.find_optimal_tokens(parameters),
         lr,
         reason,
-        # Step law, arXiv 2503.04715.
-        0.58 * tokens**0.571,
+        compute_batch(tokens),
         parameters / float(fitted.runs.parameters.max()),
         tokens / float(fitted.runs.tokens.max()),
     )
 
 
-def _choose_rate(
+def compute_batch(tokens: float) -> float:
+    """Return the tokens of a batch by the step law (arXiv 2503.04715)."""
+    return float(0.58 * tokens**0.571)
+
+
+def choose_rate(
     rates: Mapping[tuple[float, float], float], parameters: float, tokens: float
 ) -> tuple[float, str]:
     """Return a learning rate, and where it is from.
@@ -116,7 +124,10 @@ def _choose_rate(
     The exponents are those of the step law (arXiv 2503.04715): N^-0.713 D^0.307. With rates of the
     ladder, only its factor is fitted.
     """
-    factor, reason = 1.79, "the published step law, because the ladder has no three rates of a run"
+    factor, reason = (
+        1.79,
+        "the published step law, as there are no three rates of one run of a ladder",
+    )
     if rates:
         # Each best rate gives a factor. Their mean is that of logarithms.
         factors = [rate / (size**-0.713 * data**0.307) for (size, data), rate in rates.items()]

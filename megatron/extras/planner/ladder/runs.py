@@ -33,6 +33,8 @@ _KEYS = {"folder", "flags", "rungs", "seeds"}
 _RUNG_KEYS = {"flags", "tokens", "lr"}
 _OWN_FLAGS = ("--train-iters", "--train-samples", "--save", "--load", "--seed", "--lr")
 """Flags that the ladder sets."""
+_NEAR = 5
+"""Number of rates around the best one that the parabola is fitted to."""
 _COLUMNS = ("name", "parameters", "tokens", "lr", "seed", "loss")
 
 
@@ -69,19 +71,7 @@ def read_ladder(path: str) -> list[Rung]:
     Raises:
         ConfigError: The file is wrong, or a run has errors. The message has all of them.
     """
-    try:
-        found = yaml.safe_load(load_text(path, SETTINGS_BYTES))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read as a ladder: {error}") from error
-    if not isinstance(found, dict) or {*found} - _KEYS or {"folder", "flags", "rungs"} - {*found}:
-        raise ConfigError(f"{path} must have the keys folder, flags and rungs, and may have seeds.")
-    if not isinstance(found["rungs"], list):
-        raise ConfigError(f"{path}: rungs is {found['rungs']!r}, and must be a list of rungs.")
-    common = _split_flags(path, found["flags"])
-    # They would be given twice, and the later one would win.
-    own = [flag for flag in common if flag.partition("=")[0] in _OWN_FLAGS]
-    if own:
-        raise ConfigError(f"{path}: flags has {' '.join(own)}, which the ladder sets for each run.")
+    found, common = _read_file(path)
     rungs: list[Rung] = []
     errors: list[str] = []
     for number, rung in enumerate(found["rungs"]):
@@ -99,6 +89,33 @@ def read_ladder(path: str) -> list[Rung]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ConfigError(f"{path} describes the run {twice} twice. Each needs its own size.")
     return sorted(rungs, key=lambda rung: rung.parameters * rung.tokens)
+
+
+def read_common_flags(path: str) -> list[str]:
+    """Return the flags that all runs of a ladder have.
+
+    Raises:
+        ConfigError: The file is wrong.
+    """
+    return _read_file(path)[1]
+
+
+def _read_file(path: str) -> tuple[dict[str, Any], list[str]]:
+    """Return what a file has, and the flags of all runs."""
+    try:
+        found = yaml.safe_load(load_text(path, SETTINGS_BYTES))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read as a ladder: {error}") from error
+    if not isinstance(found, dict) or {*found} - _KEYS or {"folder", "flags", "rungs"} - {*found}:
+        raise ConfigError(f"{path} must have the keys folder, flags and rungs, and may have seeds.")
+    if not isinstance(found["rungs"], list):
+        raise ConfigError(f"{path}: rungs is {found['rungs']!r}, and must be a list of rungs.")
+    common = _split_flags(path, found["flags"])
+    # They would be given twice, and the later one would win.
+    own = [flag for flag in common if flag.partition("=")[0] in _OWN_FLAGS]
+    if own:
+        raise ConfigError(f"{path}: flags has {' '.join(own)}, which the ladder sets for each run.")
+    return found, common
 
 
 def _split_flags(path: str, flags: object) -> list[str]:
@@ -248,15 +265,21 @@ def measure_seeds(rows: Sequence[LadderRow]) -> float | None:
 def find_rates(rows: Sequence[LadderRow]) -> dict[tuple[float, float], float]:
     """Return the best rate of each size and number of tokens with three rates or more.
 
-    It is the minimum of a parabola in the logarithm of the rate, within the rates that were tried.
+    It is the minimum of a parabola in the logarithm of the rate, within the rates around the best
+    one that were tried.
     """
     rates = {}
     for key, of_rates in _group(rows).items():
         if len(of_rates) < 3:
             continue
         # Losses near the best rate are a parabola in the logarithm of the rate.
-        x = np.log(sorted(of_rates))
-        square, slope, _ = np.polyfit(x, [mean(of_rates[rate]) for rate in sorted(of_rates)], 2)
+        tried = sorted(of_rates)
+        losses = [mean(of_rates[rate]) for rate in tried]
+        best = int(np.argmin(losses))
+        first = max(0, min(best - _NEAR // 2, len(tried) - _NEAR))
+        near = slice(first, first + _NEAR)
+        x = np.log(tried[near])
+        square, slope, _ = np.polyfit(x, losses[near], 2)
         # Otherwise the rates show no minimum.
         if square > 0:
             rates[key] = float(np.exp(np.clip(-slope / (2 * square), x[0], x[-1])))

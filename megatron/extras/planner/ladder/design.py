@@ -1,0 +1,150 @@
+"""One dial: a complete configuration from the number of layers, by published rules or a ladder.
+
+Invariant: a flag that is given is kept, and what follows from it is computed from it.
+"""
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.base.errors import ConfigError
+from megatron.config.config_with_origin import LoadedConfig
+from megatron.config.fields import ValueWithOrigin, flatten
+from megatron.config.normalise import read_argv
+from megatron.config.yaml_file import dump_fields
+from megatron.extras.interop.translators.translator import OtherTrainers, load_config
+from megatron.extras.planner.ladder.prediction import Fit, choose_rate, compute_batch
+from megatron.extras.planner.ladder.runs import count_inner_parameters
+from megatron.plan.resolve import resolve
+
+_ASPECT = 64
+_HEAD = 128
+_FULL = "--train-samples 1000000000 --micro-batch-size 1 --global-batch-size 1 --lr 1"
+"""Values that a size needs to be resolved."""
+_LLAMA = (
+    "--position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu "
+    "--no-add-bias-linear --untie-embeddings-and-output-weights --hidden-dropout 0 "
+    "--attention-dropout 0"
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Flags that were chosen, and why."""
+
+    flags: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Design:
+    """A complete configuration."""
+
+    choices: tuple[Choice, ...]
+    """What no flag gave."""
+    loaded: LoadedConfig
+    parameters: int
+    """N, without the embedding and the output matrix."""
+    tokens: int
+
+    def write(self) -> str:
+        """Return the configuration as YAML, with the reasons as comments."""
+        origin = dict(self.loaded.origin)
+        for choice in self.choices:
+            words = shlex.split(choice.flags)
+            given = read_argv(words, OtherTrainers()).given
+            origin |= dict.fromkeys(given, choice.reason)
+        chosen = {dotted for dotted, where in origin.items() if where != "default"}
+        return dump_fields(flatten(self.loaded.config), origin, chosen)
+
+
+class _Designer:
+    """Collects choices, each of which may depend on the earlier ones."""
+
+    def __init__(self, given: Sequence[str]) -> None:
+        self.choices: list[Choice] = []
+        self._given = given
+        self._known = _read(given)
+
+    def choose(self, flags: str, reason: str) -> None:
+        """Choose those of the flags that are not given."""
+        left = [
+            f"--{flag}"
+            for flag in flags.removeprefix("--").split(" --")
+            if not _read(f"--{flag}".split()).keys() & self._known.keys()
+        ]
+        if left:
+            self.choices.append(Choice(" ".join(left), reason))
+
+    def get(self, dotted: str, default: float) -> float:
+        """Return a number that is given, or else the default."""
+        if dotted in self._known:
+            return float(self._known[dotted].value)
+        return default
+
+    def load(self, extra: str = "") -> LoadedConfig:
+        """Return the configuration of all choices so far. Flags that are given win."""
+        words = " ".join([*(choice.flags for choice in self.choices), extra])
+        return load_config([*words.split(), *self._given])
+
+
+def _read(words: Sequence[str]) -> dict[str, ValueWithOrigin]:
+    return read_argv(words, OtherTrainers()).given
+
+
+def design(
+    depth: int, tokens_per_parameter: float, given: Sequence[str], fitted: Fit | None
+) -> Design:
+    """Return a configuration of `depth` layers.
+
+    Args:
+        depth: Number of layers.
+        tokens_per_parameter: D / N.
+        given: Flags, such as those that all runs of a ladder have. They win.
+        fitted: The ladder, for the learning rate. Default: the published step law.
+
+    Raises:
+        ConfigError: A number is not above 0, or the flags have errors.
+    """
+    if depth < 1 or not 0 < tokens_per_parameter < math.inf:
+        raise ConfigError(
+            f"--depth {depth} and --tokens-per-parameter {tokens_per_parameter:g} must be above 0."
+        )
+    it = _Designer(given)
+    _choose_shape(it, depth)
+    plan = resolve(it.load(_FULL).config, 1)
+    size, length = count_inner_parameters(plan), plan.config.model.seq_length
+    wanted = compute_batch(tokens_per_parameter * size)
+    nearest = 2 ** max(0, round(math.log2(wanted / length)))
+    batch = int(it.get("batch.global_batch_size", nearest))
+    samples = max(1, round(tokens_per_parameter * size / length / batch)) * batch
+    tokens = samples * length
+    it.choose(f"--global-batch-size {batch}", f"0.58 D^0.571 = {wanted:,.0f} tokens, step law")
+    it.choose(f"--micro-batch-size {math.gcd(batch, 8)}", "tools/plan.py says whether it fits")
+    it.choose(f"--train-samples {samples}", f"{tokens_per_parameter:g} tokens for each of {size:,}")
+    rate, reason = choose_rate({} if fitted is None else fitted.rates, size, tokens)
+    if fitted is not None and fitted.rates and plan.config.model.parametrization != "standard":
+        rate, reason = fitted.transfer_rate(), "the best rates of the ladder, which transfer"
+    it.choose(f"--lr {rate:.3g}", reason)
+    floor = it.get("optimizer.lr", rate) / 10
+    it.choose(f"--lr-decay-style cosine --min-lr {floor:.3g}", "a tenth, as Chinchilla")
+    it.choose("--lr-warmup-fraction 0.02", "2 % of the run")
+    if plan.config.parallel.distributed_backend != "gloo":
+        it.choose("--bf16", "the fastest precision of GPUs, without a loss scale")
+    it.choose("--weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0", "as in Llama")
+    return Design(tuple(it.choices), it.load(), size, tokens)
+
+
+def _choose_shape(it: _Designer, depth: int) -> None:
+    """Choose the sizes of the model."""
+    head = int(it.get("model.kv_channels", min(_HEAD, _ASPECT * depth)))
+    width = int(it.get("model.hidden_size", math.ceil(_ASPECT * depth / head) * head))
+    it.choose(f"--num-layers {depth}", "--depth")
+    it.choose(f"--hidden-size {width}", f"{_ASPECT} for each layer, as in nanochat")
+    it.choose(f"--num-attention-heads {max(1, width // head)}", f"heads of {head}")
+    it.choose(_LLAMA, "as in Llama")
+    it.choose("--seq-length 2048", "as in nanochat")
+    if it.load(_FULL).config.model.glu_activation is not None:
+        inner = math.ceil(width / 48) * 128
+        it.choose(f"--ffn-hidden-size {inner}", "8/3 of the width, as in Llama")
