@@ -164,6 +164,14 @@ USES: dict[str, list[Callable[[Any], object]]] = {
         use_model("norm_placement"),
         use_shape(measure_activations, "norm_placement"),
     ],
+    "model.parametrization": [
+        use_shape(
+            lambda shape: (shape.width_ratio, shape.depth_ratio),
+            "parametrization",
+            base_width=8,
+            base_depth=1,
+        )
+    ],
     "model.moe_router_score_function": [use_model("moe_router_score_function", num_experts=4)],
     "loss.moe_router_load_balancing_type": [
         lambda value: get_span(LossConfig(moe_router_load_balancing_type=value))

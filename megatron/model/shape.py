@@ -170,9 +170,13 @@ class ModelShape:
     @property
     def depth_ratio(self) -> float:
         """Number of layers divided by that of the base model, 1 without completep."""
-        if self.config.base_depth is None or self.config.parametrization != "completep":
-            return 1.0
-        return self.config.num_layers / self.config.base_depth
+        match self.config.parametrization:
+            case "standard" | "mup":
+                return 1.0
+            case "completep":
+                return self.config.num_layers / (self.config.base_depth or self.config.num_layers)
+            case _:
+                assert_never(self.config.parametrization)
 
     @property
     def output_factor(self) -> float:

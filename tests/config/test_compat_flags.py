@@ -1129,3 +1129,13 @@ def test_a_native_shape_drops_the_defaults_of_another_trainer_with_a_warning():
     assert loaded.config.optimizer.lr_decay_style != "cosine"
     own = load_config(["--num_steps=100", "--model_variant=7b"])
     assert not any("are not used" in text for text in own.warnings)
+
+
+def test_mup_of_megatron_is_a_parametrization() -> None:
+    shape = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--use-mup"]
+    model = load(*shape, "--mup-output-mult", "1.0").config.model
+    assert (model.parametrization, model.base_width, model.base_kv_channels) == ("mup", 64, 1)
+    given = load(*shape, "--mup-base-head-dim", "8", "--mup-base-hidden-size", "16")
+    model = given.config.model
+    assert (model.base_width, model.base_kv_channels) == (16, 8)
+    assert any("weight decay of the layers' matrices rises" in each for each in given.warnings)

@@ -29,6 +29,11 @@ VARLEN = {
 }
 """A run that computes the attention of all documents in one call."""
 
+COMPLETEP: dict[str, object] = {
+    "parametrization": "completep",
+    "base_width": 8,
+    "base_depth": 1,
+}
 FAILURES: list[tuple[dict[str, object], str]] = [
     ({"spike_guard": "rollback"}, "needs the same folder for --save and --load"),
     ({"spike_guard": "rollback", "save": "run", "load": "run"}, "give --save-interval"),
@@ -169,6 +174,16 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         {"activation": "xielu", "glu_activation": "swiglu"},
         "--activation xielu and --glu-activation swiglu exclude each other",
     ),
+    ({"parametrization": "mup"}, "--parametrization mup needs --base-width"),
+    ({**COMPLETEP, "base_depth": None}, "--parametrization completep needs --base-depth"),
+    ({**COMPLETEP, "output_init_method_std": 0.1}, "leave out --output-init-method-std 0.1"),
+    (
+        {**COMPLETEP, "parametrization": "mup"},
+        "--parametrization mup has no rule for the depth; use --parametrization completep",
+    ),
+    ({**COMPLETEP, "init_method_std": "small"}, "and so does --init-method-std small"),
+    ({**COMPLETEP, "deepspeed": True}, "leave out --deepspeed"),
+    ({"base_width": 0}, "--base-width 0 must be at least 1"),
     ({"qk_norm": "full"}, "--qk-norm full needs --normalization RMSNorm, not LayerNorm"),
     ({"goldfish_k": 1, "goldfish_loss": True}, "--goldfish-k 1 must be at least 2"),
     ({"z_loss_coefficient": -1.0}, "--z-loss-coefficient -1.0 must be at least 0"),

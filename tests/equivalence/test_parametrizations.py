@@ -28,6 +28,13 @@ LAYOUT = (
 )
 
 
+# With the width of the base model, muP changes nothing.
+SAME = [
+    f"{STEADY} {NO_DROPOUT} {LLAMA} {extra}"
+    for extra in ("", "--parametrization mup --base-width 48 --base-kv-channels 4")
+]
+
+
 @pytest.fixture(scope="module")
 def worlds(
     pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory
@@ -37,9 +44,11 @@ def worlds(
     found = []
     for ranks, layout in ((1, "--micro-batch-size 1"), (8, LAYOUT)):
         paths = f"--data-path {corpus} --data-cache-path {cache}"
-        outcomes = pool.run(ranks, train_cases, [f"{SIZES} {paths} {c} {layout}" for c in CASES])
+        cases = [*CASES, *(SAME if ranks == 1 else [])]
+        outcomes = pool.run(ranks, train_cases, [f"{SIZES} {paths} {c} {layout}" for c in cases])
         succeed(outcomes)
-        found.append([join_state([each.value[n] for each in outcomes]) for n in range(len(CASES))])
+        joined = [join_state([each.value[n] for each in outcomes]) for n in range(len(cases))]
+        found.append(joined)
     return found[0], found[1]
 
 
@@ -48,3 +57,12 @@ def test_eight_processes_equal_one(worlds: tuple[list[object], list[object]], ca
     """Initial weights, factors and rates are those of the complete model on every rank."""
     worst = find_worst(worlds[1][case], worlds[0][case])
     assert max(worst.values()) < BOUND, worst
+
+
+def test_the_base_model_is_the_standard_one(
+    worlds: tuple[list[object], list[object]],
+) -> None:
+    """The steps have the same bits."""
+    standard, base = worlds[0][len(CASES) :]
+    assert standard[0] == base[0]  # type: ignore[index]
+    assert len(standard[0]) == 10  # type: ignore[index]

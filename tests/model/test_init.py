@@ -45,6 +45,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "bloom": {"position_embedding_type": "alibi", "embed_layernorm": True},
 }
 DISTRIBUTIONS = {
+    Init.TABLE: "N(0, sigma)",
     Init.NORMAL: "N(0, sigma)",
     Init.SCALED_NORMAL: "N(0, sigma / sqrt(2 layers))",
     Init.ONE: "1",
@@ -110,7 +111,8 @@ def test_each_row_of_the_table_is_used_and_says_what_its_kind_is() -> None:
 def test_values_have_the_distribution_of_the_kind(shape: str) -> None:
     """The deviations follow from --init-method-std here, not from the code."""
     config = tiny_config(**SHAPES[shape], init_method_std=0.03)
-    deviations = {Init.NORMAL: 0.03, Init.SCALED_NORMAL: 0.03 / math.sqrt(2 * config.num_layers)}
+    output = 0.03 / math.sqrt(2 * config.num_layers)
+    deviations = {Init.TABLE: 0.03, Init.NORMAL: 0.03, Init.SCALED_NORMAL: output}
     specs = collect_specs(shape)
     for name, parameter in build(config).named_parameters():
         kind = specs[name].init

@@ -27,6 +27,7 @@ from megatron.extras.operations.chronicle.goodput import (
     compute_goodput,
 )
 from megatron.extras.operations.chronicle.history import read_history
+from megatron.extras.operations.chronicle.predicted_loss import PredictedLoss, write_predicted_loss
 from megatron.extras.operations.chronicle.records import read_events
 from megatron.extras.operations.commands import chronicle, rollback
 from megatron.extras.operations.monitor.alerts import Alert, Outlets, deliver
@@ -489,3 +490,38 @@ def test_a_record_that_is_no_file_is_named(
     os.mkfifo(folder / name)
     assert chronicle.main([str(folder)]) != 0
     assert name in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("losses", "text"),
+    [
+        ([4.0, 3.5, 3.05], None),
+        # Only the end counts above the range.
+        ([4.0, 3.5, 3.2], "iteration 3"),
+        ([4.0, 2.8, 2.7], "2.8000, below"),
+        ([4.0, 3.5], None),
+    ],
+)
+def test_a_loss_that_leaves_the_predicted_range_is_an_event(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], losses: list[float], text: str | None
+) -> None:
+    write_predicted_loss(tmp_path, PredictedLoss(3, 3.0, 2.9, 3.1))
+    rows = [
+        {"kind": kind, "time": f"2026-01-01T00:00:0{n}+00:00", "iteration": n, **more}
+        for n, loss in enumerate(losses, 1)
+        for kind, more in (
+            ("train", {"lm_loss": 3.0, "seconds": 1.0}),
+            ("validation", {"name": "valid", "lm_loss": loss}),
+        )
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = tmp_path / "page.html"
+    assert chronicle.main([str(tmp_path), "--html", str(page)]) == 0
+    assert chronicle.main([str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert ("the predicted range of 2.9000 to 3.1000" in printed) == (text is not None)
+    assert text is None or text in printed
+    assert "predicted" in page.read_text()
+    (tmp_path / "predicted_loss.json").write_text("{}")
+    assert chronicle.main([str(tmp_path)]) == 2
+    assert "predicted_loss.json is damaged" in capsys.readouterr().err

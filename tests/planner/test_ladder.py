@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from tiny_corpus import JSONL
 
 from megatron.base.errors import ConfigError, DataError
+from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.commands import ladder
+from megatron.extras.planner.ladder.design import design
 from megatron.extras.planner.ladder.law import (
     Law,
     Runs,
@@ -25,11 +27,13 @@ from megatron.extras.planner.ladder.prediction import fit_rows, predict
 from megatron.extras.planner.ladder.runs import (
     LadderRow,
     choose_best,
+    count_inner_parameters,
     find_rates,
     measure_seeds,
     read_ladder,
     read_table,
 )
+from megatron.plan.resolve import resolve
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 OLMO = FIXTURES / "ladder/olmo.csv"
@@ -274,3 +278,51 @@ def test_a_ladder_of_real_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]
         checkpoint.write_text("nonsense")
     assert ladder.main(["run", path]) == 1
     assert f"{rungs[0].name} failed" in capfd.readouterr().err
+
+
+def test_a_number_of_layers_gives_a_configuration(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    given = ["--vocab-size", "50304", "--weight-decay", "0.2", "--num-query-groups", "1"]
+    command = ["design", "--depth", "9", str(OLMO), "--write", str(path)]
+    assert ladder.main([*command, "--", *given]) == 0
+    printed = capfd.readouterr().out
+    assert "64 for each layer" in printed
+    assert "(95 %)" in printed
+    loaded = load_config(["--config", str(path)])
+    plan = resolve(loaded.config, 1)
+    plan.raise_on_errors()
+    model = loaded.config.model
+    # 640 is 5 heads of 128. 576 is none.
+    assert (model.hidden_size, model.num_attention_heads) == (640, 5)
+    assert model.ffn_hidden_size == 1792
+    assert (model.num_query_groups, loaded.config.optimizer.weight_decay) == (1, 0.2)
+    size = count_inner_parameters(plan)
+    assert plan.train_tokens == pytest.approx(20 * size, rel=1e-3)
+    rate = 1.79 * size**-0.713 * (20 * size) ** 0.307
+    assert loaded.config.optimizer.lr == pytest.approx(rate, rel=5e-3)
+    assert "weight_decay: 0.2  # --weight-decay" in path.read_text()
+    for wrong in (["--depth", "0"], ["--depth", "4", "--tokens-per-parameter", "nan"]):
+        assert ladder.main(["design", *wrong]) == 2
+        assert "must be above 0" in capfd.readouterr().err
+
+
+def test_rates_of_a_ladder_with_a_parametrization_transfer() -> None:
+    rows = [
+        LadderRow("x", n, d, lr, 1, 3 + 1 / np.log10(n) + 1 / np.log10(d) + np.log(lr / 4e-3) ** 2)
+        for n in (1e5, 1e6, 1e7) for d in (1e7, 3e7, 1e8) for lr in (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
+    ]  # fmt: skip
+    fitted = fit_rows(rows)
+    flags = ["--parametrization", "mup", "--base-width", "64", "--vocab-size", "300"]
+    transferred = design(8, 20, flags, fitted).loaded.config.optimizer.lr
+    assert transferred == pytest.approx(4e-3, rel=1e-3)
+    assert design(8, 20, flags[4:], fitted).loaded.config.optimizer.lr != transferred
+
+
+def test_a_ladder_is_submitted_as_an_array(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert ladder.main(["run", describe(tmp_path), "--submit=--time=10"]) == 2
+    assert "needs the command sbatch" in capfd.readouterr().err

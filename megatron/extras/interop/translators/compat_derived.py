@@ -400,13 +400,15 @@ def _compute_base_width(values: FlagValues) -> Computed:
     return values.get_field("model.hidden_size"), "--hidden-size, as in Megatron-LM"
 
 
-def _compute_base_head(values: FlagValues) -> Computed:
-    return 1, "Megatron-LM divides by the width of a head and not by its root"
+def _set(value: Any, reason: str) -> Callable[[FlagValues], Computed]:
+    """Return a function that always gives a value."""
+    return lambda values: (value, reason)
 
 
 _DERIVATIONS: tuple[Derivation, ...] = (
+    ("--use-mup", "model.parametrization", _set("mup", "--use-mup")),
     ("--use-mup", "model.base_width", _compute_base_width),
-    ("--use-mup", "model.base_kv_channels", _compute_base_head),
+    ("--use-mup", "model.base_kv_channels", _set(1, "Megatron-LM divides logits by head width")),
     *FMS_DERIVATIONS,
     *NEOX_DERIVATIONS,
     ("--swiglu", "model.ffn_hidden_size", _compute_megatron_swiglu_width),
