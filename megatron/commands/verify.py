@@ -3,11 +3,15 @@
     python tools/verify.py --world-size 384 -- <arguments of pretrain_gpt.py>
     python tools/verify.py --world-size 8 --config run.yaml
     python tools/verify.py train/my-run/my-run.slurm --report verification.json
+    python tools/verify.py --compare step.json --weights runs/imported
 
 The tool makes a reduced copy of the run, with at most 8 processes on this machine. It needs no GPU.
 The copy has the stages, the sharding, the masks, the optimizer and the schedules of the run, with
 small sizes. It trains three steps, with a resume between them. A reference of one process trains
 the same steps. Data, weights, gradients and moments of all ranks are compared.
+
+With --compare, it compares one step that another trainer has recorded with the same step here, and
+names the first number that differs. docs/verify.md has the form of the file.
 
 Exit code 0 means that the copy equals the reference. Exit code 1 means that it differs. Exit code 2
 means that the command has errors, or cannot be verified. Exit code 5 means that a launch of the
@@ -40,7 +44,10 @@ from megatron.plan.rules.layout import WORLD_SIZE
 from megatron.plan.run_plan import Plan
 
 _SWITCHES = ("--help", "--json", "--no-json", "-h")
-_WITH_VALUE = ("--ranks-per-node", "--report", "--script-args", "--time-limit", "--world-size")
+_WITH_VALUE = (
+    *("--ranks-per-node", "--report", "--script-args", "--time-limit", "--world-size"),
+    *("--bound", "--compare", "--weights"),
+)
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,12 @@ class VerifyArguments:
     that the script starts on a node, otherwise 8."""
     script_args: str = ""
     """Arguments of the script in one text, as in "8B 4 1e-5"."""
+    compare: Path | None = None
+    """A JSON file with one step of another trainer, to compare with ours."""
+    weights: Path | None = None
+    """The checkpoint with the weights of that step, as tools/convert_checkpoint.py imports it."""
+    bound: float = 1e-3
+    """Largest relative difference of a number, with --compare. A step in bf16 needs about 0.05."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,6 +86,8 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     own, training = split_arguments(words, _SWITCHES, _WITH_VALUE)
     options = parse_arguments(VerifyArguments, args=own, prog="verify.py", description=__doc__)
+    if options.compare is not None or options.weights is not None:
+        return run_tool(lambda: _compare(options, training))
     return run_tool(lambda: _verify(options, training))
 
 
@@ -127,6 +142,27 @@ def resolve_command(options: VerifyArguments, training: list[str]) -> tuple[Plan
     if plan.errors:
         raise combine_errors(explain_errors(source, plan.errors))
     return replace(plan, errors=()), [*source.notes, *source.warnings]
+
+
+def _compare(options: VerifyArguments, training: list[str]) -> int:
+    """Compare a recorded step with ours."""
+    if training:
+        raise ConfigError(f"{training[0]} has no meaning with --compare. Leave it out.")
+    if options.compare is None or options.weights is None:
+        raise ConfigError("--compare and --weights need each other.")
+    if not 0 < options.bound < math.inf:
+        raise ConfigError(f"--bound {options.bound:g} must be above 0.")
+    # These import torch, see `_verify`.
+    from megatron.checkpoint.folder import locate_checkpoint
+    from megatron.checkpoint.load import open_checkpoint
+    from megatron.extras.planner.verify import recorded_step
+
+    step = recorded_step.read_step(options.compare)
+    checkpoint = open_checkpoint(*locate_checkpoint(options.weights))
+    found = recorded_step.compare_step(step, checkpoint, options.bound)
+    show = recorded_step.build_json if options.json else recorded_step.describe_step
+    print_line(show(found))
+    return exit_codes.SUCCESS if found.first is None else exit_codes.FOUND
 
 
 def _verify(options: VerifyArguments, training: list[str]) -> int:

@@ -1,0 +1,225 @@
+"""The comparison of one step that another trainer has recorded with the same step here.
+
+The weights are those of a checkpoint, which was imported from the other trainer. A difference of
+the forward pass is named by the first layer whose input differs. A difference of the backward pass
+is named by the parameter nearest to the loss whose gradient differs.
+"""
+
+import json
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.base.errors import ConfigError, DataError
+from megatron.base.outside_file import load_json
+from megatron.checkpoint.load import Checkpoint
+from megatron.extras.interop.convert.architectures import ARCHITECTURES
+from megatron.extras.interop.convert.tensors import TensorPair, pair_tensors
+from megatron.extras.interop.convert.trainer_names import (
+    FMS_LLAMA,
+    NANOGPT,
+    choose_llm_baselines_names,
+    strip_wrappers,
+)
+from megatron.extras.training.generate.load import load_model
+from megatron.model.gpt import GPT
+from megatron.model.shape import ModelShape
+
+_SMALL = 1e-6
+"""A gradient is compared with this share of the norm of all gradients, if it is smaller."""
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One step of another trainer, before its optimizer."""
+
+    tokens: Tensor
+    """The samples, int64[b, s + 1]. Each token is to be predicted from those before it."""
+    loss: float
+    """The mean of cross entropy over all b x s tokens."""
+    gradients: dict[str, float]
+    """Name of a parameter, ours or theirs -> Euclidean norm of its gradient, before clipping."""
+    inputs: list[float]
+    """Root mean square of the input of each layer. It may be empty."""
+
+
+@dataclass(frozen=True)
+class ComparedNumber:
+    """A number of the step, here and there."""
+
+    name: str
+    theirs: float
+    ours: float
+    difference: float
+    """Relative difference."""
+
+
+@dataclass(frozen=True)
+class StepComparison:
+    """All numbers in the order in which a step computes them."""
+
+    numbers: tuple[ComparedNumber, ...]
+    bound: float
+    missing: tuple[str, ...]
+    """Parameters without a recorded gradient."""
+
+    @property
+    def first(self) -> ComparedNumber | None:
+        """The first number that differs."""
+        return next((each for each in self.numbers if not each.difference <= self.bound), None)
+
+
+def read_step(path: Path) -> RecordedStep:
+    """Read a recorded step.
+
+    Raises:
+        DataError: The file has another form.
+    """
+    try:
+        found: Any = load_json(path)
+        step = RecordedStep(
+            torch.tensor(found["tokens"], dtype=torch.int64),
+            float(found["loss"]),
+            {strip_wrappers(name): float(norm) for name, norm in found["gradients"].items()},
+            [float(each) for each in found.get("inputs", [])],
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise DataError(
+            f"{path} cannot be read as a step: {error!r}. It must be JSON with tokens, loss and "
+            "gradients, see docs/verify.md."
+        ) from error
+    if step.tokens.dim() != 2 or step.tokens.shape[1] < 2 or not len(step.tokens):
+        raise DataError(
+            f"{path}: tokens has the shape {list(step.tokens.shape)}, and must be a list of "
+            "samples of one length, with at least two tokens each."
+        )
+    return step
+
+
+def compare_step(step: RecordedStep, checkpoint: Checkpoint, bound: float) -> StepComparison:
+    """Compute the step with the weights of a checkpoint, in fp32, and compare it.
+
+    Raises:
+        ConfigError: The step has parameters or tokens that the model lacks.
+        CheckpointError: The checkpoint is damaged.
+    """
+    model = load_model(checkpoint)
+    rows = model.shape.vocab_size
+    if not 0 <= int(step.tokens.min()) <= int(step.tokens.max()) < rows:
+        raise ConfigError(
+            f"the step has the token {int(step.tokens.max())}, and the model has {rows} tokens."
+        )
+    layers = len(model.get_blocks())
+    if step.inputs and len(step.inputs) != layers:
+        raise ConfigError(
+            f"the step has the inputs of {len(step.inputs)} layers, and the model has {layers}."
+        )
+    pairs = _pair_names(model.shape, step.gradients.keys())
+    inputs, loss = _run(model, step.tokens)
+    ours = _list_norms(model, pairs)
+    total = math.hypot(*ours.values())
+    numbers = [
+        _compare(f"input of layer {number}", theirs, own)
+        for number, (theirs, own) in enumerate(zip(step.inputs, inputs, strict=False))
+    ]
+    numbers.append(_compare("loss", step.loss, loss))
+    # The backward pass begins at the head. A tied embedding is complete at its end.
+    numbers += [
+        _compare(f"gradient of {name}", step.gradients[name], norm, _SMALL * total)
+        for name, norm in reversed(ours.items())
+        if name in step.gradients
+    ]
+    missing = tuple(name for name in ours if name not in step.gradients)
+    return StepComparison(tuple(numbers), bound, missing)
+
+
+def _compare(name: str, theirs: float, ours: float, least: float = 0.0) -> ComparedNumber:
+    return ComparedNumber(name, theirs, ours, abs(theirs - ours) / max(abs(ours), least, 1e-30))
+
+
+def _run(model: GPT, tokens: Tensor) -> tuple[list[float], float]:
+    """Return the root mean square of the input of each layer, and the loss. Fill the gradients."""
+    sizes: list[float] = []
+    hooks = [
+        block.register_forward_pre_hook(
+            lambda _, given: sizes.append(float(given[0].detach().square().mean().sqrt()))
+        )
+        for block in model.get_blocks().values()
+    ]
+    logits = model.compute_logits(tokens[:, :-1])
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    for hook in hooks:
+        hook.remove()
+    return sizes, float(loss.detach())
+
+
+def _pair_names(shape: ModelShape, recorded: Collection[str]) -> list[TensorPair]:
+    """Return our tensors with the names of the trainer that recorded the step.
+
+    Raises:
+        ConfigError: The recorded names are those of no trainer that is known, or there are none.
+    """
+    fewest: list[str] = []
+    known = (NANOGPT, choose_llm_baselines_names(shape.config), FMS_LLAMA, *ARCHITECTURES)
+    for architecture in known:
+        try:
+            pairs = pair_tensors(architecture, shape)
+        # Another kind of model has other parts.
+        except ConfigError:
+            continue
+        names = {name for pair in pairs for name in pair.hf_names}
+        unknown = sorted({*recorded} - names)
+        if recorded and not unknown:
+            return pairs
+        if not fewest or len(unknown) < len(fewest):
+            fewest = unknown
+    raise ConfigError(
+        f"gradients has {len(recorded)} names, of which the model lacks {', '.join(fewest[:3])}. "
+        "Give those of transformers, nanoGPT, llm-baselines or fms-fsdp."
+    )
+
+
+def _list_norms(model: GPT, pairs: Sequence[TensorPair]) -> dict[str, float]:
+    """Return the norm of each gradient by their names, in the order of the model."""
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    norms = {}
+    for pair in pairs:
+        gradient = gradients[pair.name]
+        assert gradient is not None, "each parameter has a gradient"
+        parts = pair.to_hf(gradient[: pair.shape[0]])
+        for name, part in zip(pair.hf_names, parts, strict=True):
+            norms[name] = float(part.double().norm())
+    return norms
+
+
+def describe_step(found: StepComparison) -> str:
+    """Return the comparison for people."""
+    lines = [f"{'number':64} {'there':>12} {'here':>12} {'difference':>10}"]
+    worst = sorted(found.numbers, key=lambda each: -each.difference)[:8]
+    shown = [each for each in found.numbers if each in worst or each.name == "loss"]
+    lines += [
+        f"{each.name:64} {each.theirs:12.6g} {each.ours:12.6g} {each.difference:10.1e}"
+        for each in shown
+    ]
+    if found.missing:
+        lines.append(f"{len(found.missing)} parameters have no recorded gradient")
+    first = found.first
+    if first is None:
+        lines.append(f"equal: all {len(found.numbers)} numbers differ by at most {found.bound:g}")
+    else:
+        lines.append(f"DIFFERENT from here on, in the order of a step: {first.name}")
+    return "\n".join(lines)
+
+
+def build_json(found: StepComparison) -> str:
+    """Return the comparison as JSON."""
+    numbers = [vars(each) for each in found.numbers]
+    first = None if found.first is None else found.first.name
+    return json.dumps({"first": first, "bound": found.bound, "numbers": numbers}, indent=1)
