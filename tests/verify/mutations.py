@@ -15,6 +15,7 @@ from verify.expert_mutations import EXPERT_MUTATIONS
 from verify.float8_mutations import FLOAT8_MUTATIONS
 from verify.hidden_mutations import HIDDEN_MUTATIONS
 from verify.mutation import MEGATRON, NO_DROPOUT, PP, SP, TP, Mutation, wrap
+from verify.parametrization_mutations import PARAMETRIZATION_MUTATIONS
 
 # -- gradients of replicated and tied parameters ---------------------------------------------------
 
@@ -854,6 +855,7 @@ MUTATIONS = [
         caught_by="learning rate",
     ),
     *CONTEXT_MUTATIONS,
+    *PARAMETRIZATION_MUTATIONS,
     *EXPERT_MUTATIONS,
     *FLOAT8_MUTATIONS,
     *HIDDEN_MUTATIONS,

@@ -528,6 +528,7 @@ def _list_features(plan: Plan) -> list[str]:
         # With HSDP, four data-parallel ranks may be two copies of two shards.
         "more than two copies of the model": plan.copies > 2 and plan.shard_size > 1,
         "more than two shards of each copy": plan.shard_size > 2 and plan.copies > 1,
+        "rates and factors that depend on the size": model.parametrization != "standard",
         "grouped queries": plan.shape.query_groups < model.num_attention_heads,
         "query groups that ranks share": plan.shape.query_groups < tensor,
         "experts": model.num_experts,
