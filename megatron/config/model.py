@@ -130,7 +130,8 @@ class ModelConfig:
     init_method_std: Annotated[float | Literal["small", "megatron"], POSITIVE] = 0.02
     """Standard deviation of the normal initialisation. small = sqrt(2/(5h))
     (https://arxiv.org/abs/1910.05895), megatron = sqrt(1/(3h)), as in the models with 530B and
-    176B parameters. Output projections of attention and MLP use std / sqrt(2 x layers)."""
+    176B parameters. Output projections of attention and MLP use std / sqrt(2 x layers), except
+    with --parametrization completep."""
     output_init_method_std: Annotated[float | Literal["wang"] | None, POSITIVE] = None
     """Standard deviation of the output projections of attention and MLP. wang =
     2 / (layers x sqrt(h)), as in GPT-NeoX-20B and Pythia. Default: --init-method-std /

@@ -16,7 +16,7 @@
 | *.activation.alpha_n          | XIELU_N       | log(exp(0.3) - 1)            |
 
 sigma is `--init-method-std`. `--output-init-method-std` replaces sigma / sqrt(2 layers). With
-`--parametrization`, the deviations of NORMAL and SCALED_NORMAL change, see `ModelShape`. A
+`--parametrization`, the deviations of NORMAL and SCALED_NORMAL are others, see `ModelShape`. A
 parameter's `ParameterSpec` states its kind. Its name decides
 nothing. A test compares this table with the specs. Rows that only pad the vocabulary are zero.
 The engines set them, not this module.

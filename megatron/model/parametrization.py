@@ -7,15 +7,16 @@ multiplied by
 |--------------------------------|-------|-------|------------|
 | matrices of the layers         | 1 / m | m     | 1 / (m d)  |
 | vectors of the layers          | 1     | none  | 1 / (m d)  |
-| embedding, output, final norm  | 1     | 1     | 1 / m      |
+| embedding, output              | 1     | 1     | 1 / m      |
+| final norm, embedding norm     | 1     | none  | 1 / m      |
 
 Sources: https://arxiv.org/abs/2203.03466, table 8, and https://arxiv.org/abs/2505.01618, table 1
 with alpha = 1. `ModelShape` has the rest: initial weights, and factors on the final norm, the
 queries and the residual branches.
 
-Muon's updates of the layers' matrices are orthogonal. The spectral norm of an update must not grow
-with the width (https://arxiv.org/abs/2310.17813). Only the factor `spectral` makes it grow, as
-sqrt(m).
+Muon's updates of the layers' matrices are orthogonal. The spectral norm of an update must be about
+sqrt(rows / columns) (https://arxiv.org/abs/2310.17813), which is the same for all widths if both
+grow. Only the factor `spectral` makes the norm grow, as sqrt(m).
 """
 
 import math

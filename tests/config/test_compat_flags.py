@@ -1135,7 +1135,7 @@ def test_mup_of_megatron_is_a_parametrization() -> None:
     shape = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--use-mup"]
     model = load(*shape, "--mup-output-mult", "1.0").config.model
     assert (model.parametrization, model.base_width, model.base_kv_channels) == ("mup", 64, 1)
-    given = load(*shape, "--mup-base-head-dim", "8", "--mup-base-hidden-size", "16")
+    given = load(*shape, "--mup-base-head-dim", "8.0", "--mup-base-hidden-size", "16")
     model = given.config.model
     assert (model.base_width, model.base_kv_channels) == (16, 8)
     assert any("weight decay of the layers' matrices rises" in each for each in given.warnings)

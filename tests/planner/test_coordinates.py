@@ -20,9 +20,8 @@ HIDDEN = ("attention", "MLP", "residual stream")
 # What transfers over the width -> the largest slope of a hidden change.
 TRANSFERS = [
     "--parametrization mup",
-    "--parametrization mup --optimizer muon",
-    "--parametrization mup --optimizer muon --muon-scale-mode unit_rms_norm",
-    "--parametrization mup --optimizer ademamix --num-query-groups 1",
+    "--parametrization mup --optimizer muon --num-query-groups 1",
+    "--parametrization mup --optimizer ademamix --num-experts 4 --moe-ffn-hidden-size 16",
     "--parametrization completep --glu-activation swiglu --ffn-hidden-size 96 --qk-norm head",
 ]
 

@@ -148,7 +148,7 @@ def test_rates_and_seeds() -> None:
     fitted = fit_rows(rows)
     assert len(fitted.runs.loss) == 25
     found = predict(fitted, size, tokens)
-    assert "best rates of 1 runs" in found.lr_reason
+    assert "best rates of 1 run " in found.lr_reason
     assert found.warning is None
     assert "published step law" in predict(fit_rows(make_rows()), size, tokens).lr_reason
 
@@ -305,7 +305,7 @@ def test_a_number_of_layers_gives_a_configuration(
     assert "weight_decay: 0.2  # --weight-decay" in path.read_text()
     for wrong in (["--depth", "0"], ["--depth", "4", "--tokens-per-parameter", "nan"]):
         assert ladder.main(["design", *wrong]) == 2
-        assert "must be above 0" in capfd.readouterr().err
+        assert "--tokens-per-parameter" in capfd.readouterr().err
 
 
 def test_rates_of_a_ladder_with_a_parametrization_transfer() -> None:
@@ -313,11 +313,14 @@ def test_rates_of_a_ladder_with_a_parametrization_transfer() -> None:
         LadderRow("x", n, d, lr, 1, 3 + 1 / np.log10(n) + 1 / np.log10(d) + np.log(lr / 4e-3) ** 2)
         for n in (1e5, 1e6, 1e7) for d in (1e7, 3e7, 1e8) for lr in (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
     ]  # fmt: skip
-    fitted = fit_rows(rows)
+    fitted = fit_rows(rows, transfers=True)
     flags = ["--parametrization", "mup", "--base-width", "64", "--vocab-size", "300"]
     transferred = design(8, 20, flags, fitted).loaded.config.optimizer.lr
     assert transferred == pytest.approx(4e-3, rel=1e-3)
-    assert design(8, 20, flags[4:], fitted).loaded.config.optimizer.lr != transferred
+    assert design(8, 20, flags[4:], fit_rows(rows)).loaded.config.optimizer.lr != transferred
+    kept = design(8, 20, flags, fitted, keep_architecture=True).loaded.config.model
+    assert kept.glu_activation is None
+    assert kept.normalization == "LayerNorm"
 
 
 def test_a_ladder_is_submitted_as_an_array(
@@ -326,3 +329,87 @@ def test_a_ladder_is_submitted_as_an_array(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert ladder.main(["run", describe(tmp_path), "--submit=--time=10"]) == 2
     assert "needs the command sbatch" in capfd.readouterr().err
+
+
+def write_rows(path: Path, rows: list[str], columns: str = "parameters,tokens,loss") -> str:
+    path.write_text("\n".join([columns, *rows]) + "\n")
+    return str(path)
+
+
+def test_results_without_rates_are_fitted(tmp_path: Path) -> None:
+    """Three runs of a size may be three seeds of another program."""
+    rows = [
+        f"{n:g},{d:g},{1.8 + 500 / n**0.35 + 2000 / d**0.37 + seed / 1000}"
+        for n in (1e6, 1e7, 1e8) for d in (1e8, 1e9, 1e10) for seed in range(3)
+    ]  # fmt: skip
+    assert ladder.main(["fit", write_rows(tmp_path / "a.csv", rows)]) == 0
+
+
+def test_runs_that_show_no_law_are_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The losses do not fall with the size."""
+    rows = [
+        f"{n:g},{d:g},{3 + number % 3 / 100}"
+        for number, (n, d) in enumerate((n, d) for n in (1e4, 2e4, 3e4) for d in (1e5, 2e5, 3e5))
+    ]
+    assert ladder.main(["fit", write_rows(tmp_path / "a.csv", rows)]) == 2
+    assert "do not determine a law" in capfd.readouterr().err
+
+
+def test_a_question_far_from_all_runs_is_marked(capfd: pytest.CaptureFixture[str]) -> None:
+    assert ladder.main(["predict", str(OLMO), "--parameters", "1e6", "--tokens", "1e8"]) == 0
+    printed = capfd.readouterr().out
+    assert "Laws do not hold for such small runs" in printed
+    assert "not known, as it is far" in printed
+    assert ladder.main(["predict", str(OLMO), "--parameters", "1e6"]) == 2
+    assert "give --tokens" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--num-layers 3", "Leave out --num-layers"),
+        ("--bf16 --fp16", "exclude each other"),
+        ("--parametrization completep --base-width 64", "needs --base-depth"),
+        ("--num-query-groups 3", "must divide"),
+    ],
+)
+def test_a_design_with_errors_is_not_written(
+    flags: str, reason: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    command = ["design", "--depth", "4", "--write", str(path)]
+    assert ladder.main([*command, "--", "--vocab-size", "300", *flags.split()]) == 2
+    assert reason in capfd.readouterr().err
+    assert not path.exists()
+    assert ladder.main(["design", "--depth", "4", "--write", str(tmp_path / "x/y.yaml")]) == 2
+    assert "its folder does not exist" in capfd.readouterr().err
+
+
+def test_a_given_length_and_schedule_are_kept() -> None:
+    flags = [
+        "--vocab-size",
+        "300",
+        "--train-iters",
+        "50",
+        "--lr-decay-style",
+        "constant",
+        "--lr",
+        "2e-3",
+    ]
+    found = design(4, 20, flags, None)
+    assert found.tokens == 50 * found.loaded.config.batch.global_batch_size * 2048  # type: ignore[operator]
+    assert found.loaded.config.batch.train_samples is None
+    assert found.loaded.config.optimizer.min_lr == 0
+
+
+def test_a_run_of_other_flags_is_no_result(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = describe(tmp_path)
+    folder = read_ladder(path)[0].folder
+    folder.mkdir(parents=True)
+    (folder / "flags.json").write_text('["--other"]')
+    assert ladder.main(["run", path, "--list"]) == 2
+    assert "are not those of its training" in capfd.readouterr().err

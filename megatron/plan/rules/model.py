@@ -126,7 +126,8 @@ def check_parametrization(settings: ConfigWithOrigin) -> Iterator[Finding]:
             f"{settings.describe('model.base_depth')}."
         )
     for name in ("init_method_std", "output_init_method_std"):
-        if isinstance(getattr(model, name), str):
+        refused = model.parametrization == "completep" and name.startswith("output")
+        if isinstance(getattr(model, name), str) and not refused:
             yield error(
                 f"{asked} scales initial weights by the width, and so does "
                 f"{settings.describe('model.' + name)}; give a number, that of the base model."

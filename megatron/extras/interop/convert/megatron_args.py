@@ -129,6 +129,14 @@ _OF_EXPERTS = (
     "moe_expert_capacity_factor",
     "moe_input_jitter_eps",
 )
+_OF_MUP = (
+    "mup_base_hidden_size",
+    "mup_base_head_dim",
+    "mup_attn_scale_power",
+    "mup_embedding_mult",
+    "mup_output_mult",
+)
+"""The same of muP. They are saved for all models, and have an effect only with it."""
 _EXPERT_SWITCHES = (
     "moe_router_pre_softmax",
     "moe_router_enable_expert_bias",
@@ -287,7 +295,8 @@ def _write_words(args: Mapping[str, Any]) -> tuple[list[str], set[str]]:
     words: list[str] = []
     used = set(_OFF) | {"start_weight_decay", "end_weight_decay"}
     experts = bool(args.get("num_experts"))
-    for name in (*_VALUES, *(_OF_EXPERTS if experts else ())):
+    optional = (*(_OF_EXPERTS if experts else ()), *(_OF_MUP if args.get("use_mup") else ()))
+    for name in (*_VALUES, *optional):
         value = args.get(name)
         if name == "moe_layer_freq" and isinstance(value, list):
             value = "[" + ",".join(map(str, value)) + "]"

@@ -400,6 +400,14 @@ def _compute_base_width(values: FlagValues) -> Computed:
     return values.get_field("model.hidden_size"), "--hidden-size, as in Megatron-LM"
 
 
+def _compute_base_head(values: FlagValues) -> Computed:
+    """Return the width of a base head. Megatron-LM has a number that need not be whole."""
+    width = values.get_number("--mup-base-head-dim", 1.0)
+    if width != int(width):
+        raise ValueError(f"--mup-base-head-dim {width:g} must be a whole number.")
+    return int(width), "Megatron-LM divides logits by head width / root of --mup-base-head-dim"
+
+
 def _set(value: Any, reason: str) -> Callable[[FlagValues], Computed]:
     """Return a function that always gives a value."""
     return lambda values: (value, reason)
@@ -408,7 +416,7 @@ def _set(value: Any, reason: str) -> Callable[[FlagValues], Computed]:
 _DERIVATIONS: tuple[Derivation, ...] = (
     ("--use-mup", "model.parametrization", _set("mup", "--use-mup")),
     ("--use-mup", "model.base_width", _compute_base_width),
-    ("--use-mup", "model.base_kv_channels", _set(1, "Megatron-LM divides logits by head width")),
+    ("--use-mup", "model.base_kv_channels", _compute_base_head),
     *FMS_DERIVATIONS,
     *NEOX_DERIVATIONS,
     ("--swiglu", "model.ffn_hidden_size", _compute_megatron_swiglu_width),

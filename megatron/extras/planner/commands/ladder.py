@@ -13,6 +13,7 @@ docs/ladder.md describes the files and the law.
 """
 
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -27,7 +28,7 @@ from tqdm import tqdm
 from megatron.base import exit_codes
 from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError, DataError
-from megatron.base.plain_text import print_line, print_to_stderr
+from megatron.base.plain_text import format_count, print_line, print_to_stderr
 from megatron.console.double_dash import split_at_double_dash
 from megatron.console.parse import parse_arguments
 from megatron.console.run_tool import run_tool
@@ -41,6 +42,7 @@ from megatron.extras.planner.ladder.prediction import (
     Fit,
     Prediction,
     build_json,
+    find_optimal_tokens,
     fit_rows,
     predict,
 )
@@ -160,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(given, RunRungs):
             return _run(given)
         # The other two begin with the fit.
-        fitted = fit_rows(_read_rows(given.results))
+        fitted = _fit(given.results)
         found = None
         if isinstance(given, PredictLoss):
             found = _predict(given, fitted, training or [])
@@ -212,12 +214,14 @@ def _describe_slopes(slopes: "list[Slope]", base: str) -> str:
 
 def _design(given: DesignRun, training: list[str]) -> int:
     """Print each choice with its reason, and write the configuration."""
-    fitted, flags = None, training
-    if given.results is not None:
-        fitted = fit_rows(_read_rows(given.results))
-        if Path(given.results).suffix != ".csv":
-            flags = [*read_common_flags(given.results), *training]
-    found = design(given.depth, given.tokens_per_parameter, flags, fitted)
+    if given.write is not None and not Path(given.write).absolute().parent.is_dir():
+        raise ConfigError(f"--write {given.write}: its folder does not exist.")
+    fitted = None if given.results is None else _fit(given.results)
+    has_flags = given.results is not None and Path(given.results).suffix != ".csv"
+    flags = [*read_common_flags(str(given.results)), *training] if has_flags else training
+    found = design(
+        given.depth, given.tokens_per_parameter, flags, fitted, keep_architecture=has_flags
+    )
     for choice in found.choices:
         print_line(f"{choice.flags}\n    {choice.reason}")
     print_line(f"{found.parameters:,} parameters and {found.tokens:,} tokens")
@@ -257,7 +261,7 @@ def _run(given: RunRungs) -> int:
         elif given.only in (None, number):
             print_line(f"{number:3} {rung.name}: training, see {rung.folder / 'log.txt'}")
             try:
-                train(rung)
+                print_line(f"    loss {train(rung).loss:.4f}")
             # The other runs may succeed.
             except DataError as error:
                 failed += 1
@@ -293,6 +297,16 @@ def _read_rows(path: str) -> list[LadderRow]:
     return rows
 
 
+def _fit(path: str) -> Fit:
+    """Return the fit of a ladder or of a CSV file. Runs that diverged are left out, with a note."""
+    found = _read_rows(path)
+    rows = [row for row in found if math.isfinite(row.loss)]
+    if len(rows) < len(found):
+        print_to_stderr(f"note: {format_count(len(found) - len(rows), 'run')} with no finite loss")
+    flags = [] if Path(path).suffix == ".csv" else read_common_flags(path)
+    return fit_rows(rows, transfers="--parametrization" in flags)
+
+
 def _predict(given: PredictLoss, fitted: Fit, training: list[str]) -> Prediction:
     """Return the prediction for the run that the command line describes.
 
@@ -314,7 +328,12 @@ def _predict(given: PredictLoss, fitted: Fit, training: list[str]) -> Prediction
         )
     # A question about a size alone is one about its best use.
     if tokens is None:
-        tokens = fitted.law.find_optimal_tokens(parameters)
+        tokens = find_optimal_tokens(fitted, parameters)
+    if tokens is None:
+        raise ConfigError(
+            "the runs of the ladder do not say how many tokens are best for this size: give "
+            "--tokens."
+        )
     found = predict(fitted, parameters, tokens)
     if given.run is not None:
         if plan is None:
@@ -349,11 +368,13 @@ def _describe(fitted: Fit, found: Prediction) -> str:
         "parameters": f"{found.parameters:,.0f} without the embedding and the output matrix",
         "tokens": f"{found.tokens:,.0f}, {found.tokens / found.parameters:.3g} for each parameter",
         "loss": f"{found.loss:.4f}, between {found.low:.4f} and {found.high:.4f} (95 %)",
-        "best use of compute": f"{found.optimal_tokens:,.0f} tokens",
+        "best use of compute": "not known, as it is far from the runs of the ladder",
         "learning rate": f"{found.lr:.3g}, from {found.lr_reason}",
         "batch": f"{found.batch_tokens:,.0f} tokens, by the published step law",
         "law": f"of {len(fitted.runs.loss)} runs, which differ from it by {fitted.noise:.2%}",
     }
+    if found.optimal_tokens is not None:
+        rows["best use of compute"] = f"{found.optimal_tokens:,.0f} tokens"
     lines = [f"{name:20} {value}" for name, value in rows.items()]
     if found.warning is not None:
         lines.append(f"warning: {found.warning}")

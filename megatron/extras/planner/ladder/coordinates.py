@@ -30,10 +30,14 @@ from megatron.run.state import TrainState
 RATIOS = {"width": (1, 2, 4, 8), "depth": (1, 2, 4)}
 """Direction -> the sizes of the models, relative to the base model."""
 _STEPS = 4
-_FLAT, _GROWS = 0.1, 0.3
-"""A slope below the first one means that a size does not grow, and above the second that it does.
-"""
+_SHRINKS, _FLAT, _GROWS = -0.5, 0.1, 0.3
+"""Limits of a slope: a size shrinks, does not grow, or grows."""
 _STREAM = "residual stream"
+_WIDTHS = (
+    *("hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"),
+    *("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+)
+"""Settings that grow with the width."""
 
 Sizes = dict[tuple[str, str], float]
 """(Part of the model, "at the start" or "change") -> root mean square."""
@@ -52,13 +56,15 @@ class Slope:
 
     @property
     def verdict(self) -> str:
-        """Whether a change that should stay the same does: ok, grows, unclear, or empty."""
+        """Whether a change stays the same: ok, shrinks, grows, unclear, or empty if not judged."""
         # Initial sizes may depend on the width by design. In deeper models, the last layer reads
         # another input, so only what all layers have added is compared.
         if self.what != "change" or (self.direction == "depth" and self.part != _STREAM):
             return ""
         if self.slope > _GROWS:
             return "grows"
+        if self.slope < _SHRINKS:
+            return "shrinks"
         return "ok" if self.slope < _FLAT else "unclear"
 
 
@@ -83,7 +89,7 @@ def enlarge(config: Config, direction: str, ratio: int) -> Config:
     else:
         # Wider models have more heads of the same width.
         sizes["kv_channels"] = model.kv_channels or model.hidden_size // model.num_attention_heads
-        for name in ("hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+        for name in _WIDTHS:
             value = getattr(model, name)
             sizes[name] = None if value is None else value * ratio
     return replace(config, model=replace(model, **sizes))  # type: ignore[arg-type]
@@ -95,19 +101,29 @@ def measure(config: Config, seeds: Sequence[int]) -> Iterator[tuple[str, int, Si
     Raises:
         ConfigError: A configuration has errors.
     """
+    # The length and the schedule are those of the check.
+    batch = replace(
+        config.batch,
+        train_iters=_STEPS,
+        train_samples=None,
+        train_tokens=None,
+        train_time=None,
+    )
+    optimizer = replace(config.optimizer, lr_warmup_fraction=None, lr_warmup_samples=0, min_lr=0.0)
+    config = replace(config, batch=batch, optimizer=optimizer)
     for direction, ratios in RATIOS.items():
         for ratio in ratios:
             larger = enlarge(config, direction, ratio)
             for seed in seeds:
-                batch = replace(larger.batch, seed=seed, train_iters=_STEPS)
-                yield direction, ratio, _train(replace(larger, batch=batch))
+                yield direction, ratio, _train(replace(larger, batch=replace(batch, seed=seed)))
 
 
 def _train(config: Config) -> Sizes:
     """Train one model for a few steps, and return the sizes on its first batch."""
     plan = resolve(config, 1)
     plan.raise_on_errors()
-    mesh = build_mesh(Grid(1, 1, 1), torch.device("cpu"))
+    experts = None if config.model.num_experts is None else 1
+    mesh = build_mesh(Grid(1, 1, 1), torch.device("cpu"), expert_size=experts)
     sources = open_data(plan, mesh, TrainState())
     assert sources.train is not None, "there are training steps"
     engine = NativeEngine(plan, mesh)

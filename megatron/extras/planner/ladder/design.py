@@ -20,6 +20,7 @@ from megatron.plan.resolve import resolve
 
 _ASPECT = 64
 _HEAD = 128
+_DEEPEST = 1000
 _FULL = "--train-samples 1000000000 --micro-batch-size 1 --global-batch-size 1 --lr 1"
 """Values that a size needs to be resolved."""
 _LLAMA = (
@@ -83,6 +84,10 @@ class _Designer:
             return float(self._known[dotted].value)
         return default
 
+    def has(self, *dotted: str) -> bool:
+        """Return whether one of these is given."""
+        return not self._known.keys().isdisjoint(dotted)
+
     def load(self, extra: str = "") -> LoadedConfig:
         """Return the configuration of all choices so far. Flags that are given win."""
         words = " ".join([*(choice.flags for choice in self.choices), extra])
@@ -94,7 +99,12 @@ def _read(words: Sequence[str]) -> dict[str, ValueWithOrigin]:
 
 
 def design(
-    depth: int, tokens_per_parameter: float, given: Sequence[str], fitted: Fit | None
+    depth: int,
+    tokens_per_parameter: float,
+    given: Sequence[str],
+    fitted: Fit | None,
+    *,
+    keep_architecture: bool = False,
 ) -> Design:
     """Return a configuration of `depth` layers.
 
@@ -102,17 +112,22 @@ def design(
         depth: Number of layers.
         tokens_per_parameter: D / N.
         given: Flags, such as those that all runs of a ladder have. They win.
-        fitted: The ladder, for the learning rate. Default: the published step law.
+        fitted: The ladder, for the learning rate. None: the published step law.
+        keep_architecture: Whether the flags describe the kind of model. The law is that of one kind
+            only. Otherwise it is Llama's.
 
     Raises:
         ConfigError: A number is not above 0, or the flags have errors.
     """
-    if depth < 1 or not 0 < tokens_per_parameter < math.inf:
+    if not 1 <= depth <= _DEEPEST or not 0 < tokens_per_parameter < math.inf:
         raise ConfigError(
-            f"--depth {depth} and --tokens-per-parameter {tokens_per_parameter:g} must be above 0."
+            f"--depth {depth} must be 1 to {_DEEPEST}, and --tokens-per-parameter "
+            f"{tokens_per_parameter:g} above 0."
         )
     it = _Designer(given)
-    _choose_shape(it, depth)
+    if it.get("model.num_layers", depth) != depth:
+        raise ConfigError(f"--depth {depth} is the number of layers. Leave out --num-layers.")
+    _choose_shape(it, depth, keep_architecture)
     plan = resolve(it.load(_FULL).config, 1)
     size, length = count_inner_parameters(plan), plan.config.model.seq_length
     wanted = compute_batch(tokens_per_parameter * size)
@@ -122,29 +137,36 @@ def design(
     tokens = samples * length
     it.choose(f"--global-batch-size {batch}", f"0.58 D^0.571 = {wanted:,.0f} tokens, step law")
     it.choose(f"--micro-batch-size {math.gcd(batch, 8)}", "tools/plan.py says whether it fits")
-    it.choose(f"--train-samples {samples}", f"{tokens_per_parameter:g} tokens for each of {size:,}")
-    rate, reason = choose_rate({} if fitted is None else fitted.rates, size, tokens)
-    if fitted is not None and fitted.rates and plan.config.model.parametrization != "standard":
-        rate, reason = fitted.transfer_rate(), "the best rates of the ladder, which transfer"
+    if not it.has("batch.train_iters", "batch.train_tokens", "batch.train_time"):
+        reason = f"{tokens_per_parameter:g} tokens for each of {size:,} parameters"
+        it.choose(f"--train-samples {samples}", reason)
+    rate, reason = choose_rate(fitted, size, tokens)
     it.choose(f"--lr {rate:.3g}", reason)
-    floor = it.get("optimizer.lr", rate) / 10
-    it.choose(f"--lr-decay-style cosine --min-lr {floor:.3g}", "a tenth, as Chinchilla")
+    # A schedule that is given is complete.
+    if not it.has("optimizer.lr_decay_style"):
+        floor = it.get("optimizer.lr", rate) / 10
+        it.choose(f"--lr-decay-style cosine --min-lr {floor:.3g}", "a tenth, as Chinchilla")
     it.choose("--lr-warmup-fraction 0.02", "2 % of the run")
     if plan.config.parallel.distributed_backend != "gloo":
         it.choose("--bf16", "the fastest precision of GPUs, without a loss scale")
     it.choose("--weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0", "as in Llama")
-    return Design(tuple(it.choices), it.load(), size, tokens)
+    loaded = it.load()
+    final = resolve(loaded.config, 1)
+    final.raise_on_errors()
+    return Design(tuple(it.choices), loaded, size, final.train_tokens or tokens)
 
 
-def _choose_shape(it: _Designer, depth: int) -> None:
-    """Choose the sizes of the model."""
+def _choose_shape(it: _Designer, depth: int, keep_architecture: bool) -> None:
+    """Choose the sizes and the kind of the model."""
     head = int(it.get("model.kv_channels", min(_HEAD, _ASPECT * depth)))
     width = int(it.get("model.hidden_size", math.ceil(_ASPECT * depth / head) * head))
     it.choose(f"--num-layers {depth}", "--depth")
     it.choose(f"--hidden-size {width}", f"{_ASPECT} for each layer, as in nanochat")
     it.choose(f"--num-attention-heads {max(1, width // head)}", f"heads of {head}")
-    it.choose(_LLAMA, "as in Llama")
     it.choose("--seq-length 2048", "as in nanochat")
+    if keep_architecture:
+        return
+    it.choose(_LLAMA, "as in Llama")
     if it.load(_FULL).config.model.glu_activation is not None:
         inner = math.ceil(width / 48) * 128
-        it.choose(f"--ffn-hidden-size {inner}", "8/3 of the width, as in Llama")
+        it.choose(f"--ffn-hidden-size {inner}", "8/3 of the width, in steps of 128, as in Llama")

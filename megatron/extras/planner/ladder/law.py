@@ -75,6 +75,10 @@ class Law:
         return float((self.b * self.b_factor / slope) ** (1 / self.b))
 
 
+_EXPONENT_LIMITS = 0.01, 3.0
+"""Exponents of a law that are possible."""
+
+
 def check_runs(runs: Runs) -> None:
     """Check that a law can be fitted.
 
@@ -121,7 +125,10 @@ def bootstrap(runs: Runs, law: Law, times: int = 400, seed: int = 1) -> list[Law
     """Return laws that fit runs which are drawn with replacement.
 
     Each begins at the law of all runs. Draws without three sizes and three numbers of tokens are
-    left out.
+    left out, and so are those that show no law.
+
+    Raises:
+        DataError: Most draws show no law.
     """
     rng = np.random.default_rng(seed)
     size, data = _find_middle(runs.parameters), _find_middle(runs.tokens)
@@ -133,7 +140,14 @@ def bootstrap(runs: Runs, law: Law, times: int = 400, seed: int = 1) -> list[Law
         if min(len(np.unique(drawn.parameters)), len(np.unique(drawn.tokens))) < 3:
             continue
         found, _ = _refine(drawn, start, size, data)
-        laws.append(_to_law(found, size, data))
+        # A loss falls with both, and no published exponent is near these limits.
+        if (found[3:] > _EXPONENT_LIMITS[0]).all() and (found[3:] < _EXPONENT_LIMITS[1]).all():
+            laws.append(_to_law(found, size, data))
+    if len(laws) < times / 4:
+        raise DataError(
+            f"the {len(runs.loss)} runs do not determine a law: without some of them, "
+            f"{times - len(laws)} of {times} fits give none. Add sizes and numbers of tokens."
+        )
     return laws
 
 
@@ -258,9 +272,20 @@ def _sum_huber(difference: Array) -> Array:
 
 
 def _to_law(vector: Array, size: float, data: float) -> Law:
+    """Return the law of a vector.
+
+    Raises:
+        DataError: An exponent is too large for a number.
+    """
     e, a_term, b_term = np.exp(vector[:3]).tolist()
     a, b = vector[3:].tolist()
-    return Law(e, a_term * size**a, b_term * data**b, a, b)
+    try:
+        return Law(e, a_term * size**a, b_term * data**b, a, b)
+    except OverflowError as error:
+        raise DataError(
+            f"the runs do not determine a law: the best exponents are {a:.3g} and {b:.3g}. Add "
+            "sizes and numbers of tokens."
+        ) from error
 
 
 def _to_vector(law: Law, size: float, data: float) -> Array:

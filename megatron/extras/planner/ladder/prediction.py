@@ -1,11 +1,12 @@
 """What a ladder says about a larger run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from megatron.base.plain_text import format_count
 from megatron.extras.planner.ladder.law import (
     Law,
     Runs,
@@ -34,10 +35,8 @@ class Fit:
     """Standard deviation of a loss over seeds."""
     rates: dict[tuple[float, float], float]
     """Parameters and tokens -> the best learning rate."""
-
-    def transfer_rate(self) -> float:
-        """Return the best rate if it does not depend on the size: the mean of logarithms."""
-        return float(np.exp(np.log(list(self.rates.values())).mean()))
+    transfers: bool = False
+    """Whether the best rate is the same for all sizes."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,8 @@ class Prediction:
     low: float
     high: float
     """The loss is between `low` and `high` with a probability of 95 %."""
-    optimal_tokens: float
-    """Tokens with which this model uses its compute best."""
+    optimal_tokens: float | None
+    """Tokens with which this model uses its compute best. None: far from what the ladder has."""
     lr: float
     lr_reason: str
     batch_tokens: float
@@ -59,10 +58,17 @@ class Prediction:
     times_size: float
     """Parameters, relative to the largest rung."""
     times_tokens: float
+    times_smallest: float
+    """The smaller one of parameters and tokens, relative to the smallest rung."""
 
     @property
     def warning(self) -> str | None:
         """What to know about a run that is far from all rungs."""
+        if self.times_smallest < 1 / _FAR:
+            return (
+                f"this is {self.times_smallest:.3g} times the smallest rung. Laws do not hold for "
+                "such small runs"
+            )
         far = max(self.times_size, self.times_tokens)
         if far <= _FAR:
             return None
@@ -73,11 +79,15 @@ class Prediction:
         )
 
 
-def fit_rows(rows: Sequence[LadderRow]) -> Fit:
+def fit_rows(rows: Sequence[LadderRow], *, transfers: bool = False) -> Fit:
     """Fit a law to results.
 
+    Args:
+        rows: The results.
+        transfers: See `Fit`.
+
     Raises:
-        DataError: See `law.check_runs`.
+        DataError: See `law.check_runs` and `law.bootstrap`.
     """
     runs = choose_best(rows)
     law = fit(runs)
@@ -88,6 +98,7 @@ def fit_rows(rows: Sequence[LadderRow]) -> Fit:
         measure_noise(runs, law),
         measure_seeds(rows),
         find_rates(rows),
+        transfers,
     )
 
 
@@ -95,20 +106,34 @@ def predict(fitted: Fit, parameters: float, tokens: float) -> Prediction:
     """Return what the law says about a run."""
     # The interval is that of a single run, and not of the law alone.
     low, high = find_interval(fitted.laws, fitted.runs, fitted.law, parameters, tokens)
-    lr, reason = choose_rate(fitted.rates, parameters, tokens)
+    lr, reason = choose_rate(fitted, parameters, tokens)
     return Prediction(
         parameters,
         tokens,
         float(fitted.law.predict(parameters, tokens)),
         low,
         high,
-        fitted.law.find_optimal_tokens(parameters),
+        find_optimal_tokens(fitted, parameters),
         lr,
         reason,
         compute_batch(tokens),
         parameters / float(fitted.runs.parameters.max()),
         tokens / float(fitted.runs.tokens.max()),
+        min(
+            parameters / float(fitted.runs.parameters.min()),
+            tokens / float(fitted.runs.tokens.min()),
+        ),
     )
+
+
+def find_optimal_tokens(fitted: Fit, parameters: float) -> float | None:
+    """Return the tokens with which a model uses its compute best.
+
+    None: they are ten times as many as those of any run of the ladder, or a tenth of them.
+    """
+    found = fitted.law.find_optimal_tokens(parameters)
+    few, many = float(fitted.runs.tokens.min()), float(fitted.runs.tokens.max())
+    return found if few / 10 <= found <= many * 10 else None
 
 
 def compute_batch(tokens: float) -> float:
@@ -116,14 +141,19 @@ def compute_batch(tokens: float) -> float:
     return float(0.58 * tokens**0.571)
 
 
-def choose_rate(
-    rates: Mapping[tuple[float, float], float], parameters: float, tokens: float
-) -> tuple[float, str]:
+def choose_rate(fitted: Fit | None, parameters: float, tokens: float) -> tuple[float, str]:
     """Return a learning rate, and where it is from.
 
     The exponents are those of the step law (arXiv 2503.04715): N^-0.713 D^0.307. With rates of the
-    ladder, only its factor is fitted.
+    ladder, only its factor is fitted. If they transfer, it is their mean.
     """
+    rates = {} if fitted is None else fitted.rates
+    if fitted is not None and fitted.transfers and rates:
+        mean = float(np.exp(np.log(list(rates.values())).mean()))
+        return (
+            mean,
+            f"the best rates of {format_count(len(rates), 'run')} of the ladder, which transfer",
+        )
     factor, reason = (
         1.79,
         "the published step law, as there are no three rates of one run of a ladder",
@@ -132,7 +162,8 @@ def choose_rate(
         # Each best rate gives a factor. Their mean is that of logarithms.
         factors = [rate / (size**-0.713 * data**0.307) for (size, data), rate in rates.items()]
         factor = float(np.exp(np.log(factors).mean()))
-        reason = f"the best rates of {len(rates)} runs of the ladder, with the step law's exponents"
+        runs = format_count(len(rates), "run")
+        reason = f"the best rates of {runs} of the ladder, with the step law's exponents"
     return factor * parameters**-0.713 * tokens**0.307, reason
 
 

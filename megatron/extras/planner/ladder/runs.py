@@ -6,6 +6,7 @@ Invariant: a run that is complete is not trained again, and one that was interru
 import csv
 import io
 import itertools
+import json
 import shlex
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import yaml
 
 from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError, DataError
-from megatron.base.outside_file import SETTINGS_BYTES, load_text
+from megatron.base.outside_file import SETTINGS_BYTES, load_json, load_text
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.ladder.law import Runs
 from megatron.model.flops import count_word_embedding_parameters
@@ -35,6 +36,8 @@ _OWN_FLAGS = ("--train-iters", "--train-samples", "--save", "--load", "--seed", 
 """Flags that the ladder sets."""
 _NEAR = 5
 """Number of rates around the best one that the parabola is fitted to."""
+_FLAGS = "flags.json"
+"""File with the flags of a run, in its folder."""
 _COLUMNS = ("name", "parameters", "tokens", "lr", "seed", "loss")
 
 
@@ -167,14 +170,15 @@ def count_inner_parameters(plan: Plan) -> int:
     return plan.parameters - tables * count_word_embedding_parameters(plan.shape)
 
 
-def train(rung: Rung) -> None:
-    """Train a run, or resume it. Its output goes to log.txt in its folder.
+def train(rung: Rung) -> LadderRow:
+    """Train a run, or resume it, and return its result. Its output goes to log.txt in its folder.
 
     Raises:
         DataError: The run failed.
     """
     # The run itself resumes from its last checkpoint.
     rung.folder.mkdir(parents=True, exist_ok=True)
+    replace_file(rung.folder / _FLAGS, json.dumps(rung.argv) + "\n")
     log = rung.folder / "log.txt"
     # A process of its own, so that a crash does not end the ladder.
     command = [sys.executable, "-m", "megatron.commands.pretrain", *rung.argv]
@@ -184,10 +188,27 @@ def train(rung: Rung) -> None:
         # The last line of a log is the error.
         lines = load_text(log, decoding="replace").strip().splitlines()
         raise DataError(f"{rung.name} failed ({log}): {''.join(lines[-1:])}")
+    found = read_result(rung)
+    if found is None:
+        raise DataError(
+            f"{rung.name} has no validation loss ({log}). Give a --split with a part for it, and "
+            "--eval-iters above 0."
+        )
+    return found
 
 
 def read_result(rung: Rung) -> LadderRow | None:
-    """Return the result of a run, or None if it is not complete."""
+    """Return the result of a run, or None if it is not complete.
+
+    Raises:
+        ConfigError: The run was trained with other flags.
+    """
+    flags = rung.folder / _FLAGS
+    if flags.is_file() and load_json(flags) != [*rung.argv]:
+        raise ConfigError(
+            f"the flags of {rung.name} are not those of its training ({flags}). Restore them, or "
+            "give the ladder another folder."
+        )
     path = rung.folder / "metrics.jsonl"
     losses = []
     if path.is_file():
@@ -270,7 +291,8 @@ def find_rates(rows: Sequence[LadderRow]) -> dict[tuple[float, float], float]:
     """
     rates = {}
     for key, of_rates in _group(rows).items():
-        if len(of_rates) < 3:
+        # Results of other programs may have no rates.
+        if len(of_rates) < 3 or not np.isfinite([*of_rates]).all():
             continue
         # Losses near the best rate are a parabola in the logarithm of the rate.
         tried = sorted(of_rates)
