@@ -413,3 +413,14 @@ def test_a_run_of_other_flags_is_no_result(
     (folder / "flags.json").write_text('["--other"]')
     assert ladder.main(["run", path, "--list"]) == 2
     assert "are not those of its training" in capfd.readouterr().err
+
+
+def test_the_best_rate_moves_with_the_width_only_without_mup() -> None:
+    """162 real runs of widths 32 to 256."""
+    best = {}
+    for name in ("standard", "mup"):
+        rates = find_rates(read_table(str(FIXTURES / f"ladder/rates_{name}.csv")))
+        smallest, *_, largest = [rates[key] for key in sorted(rates)]
+        best[name] = smallest / largest
+    assert 1 / 1.5 < best["mup"] < 1.5
+    assert best["standard"] > 5
