@@ -49,9 +49,11 @@ def compute_scaling(name: str, spec: ParameterSpec, shape: ModelShape) -> Scalin
         shape: Sizes of the model.
     """
     m = shape.width_ratio
+    # Gradients fall as the factor on the logits does, and Adam adds epsilon to their size.
     epsilon = 1.0 / m
     if name.startswith("blocks."):
         epsilon /= shape.depth_ratio
+    # A matrix of the layers adds up as many products as the model is wide.
     if spec.init in (Init.NORMAL, Init.SCALED_NORMAL):
         return Scaling(1.0 / m, m, epsilon)
     return Scaling(epsilon=epsilon)

@@ -38,8 +38,10 @@ def fold_rows(rows: Tensor, name: str, first: int, shape: ModelShape) -> Tensor:
     """
     if name.startswith("head.norm."):
         return rows * shape.output_factor
+    # A norm after attention would undo a factor before it.
     if any(part in name for part in _BRANCH_OUTPUTS[shape.config.norm_placement]):
         return rows * shape.residual_factor
+    # A norm of queries undoes factors of their projection.
     if ".attention.q_norm." in name:
         return rows * shape.query_factor
     if ".attention.qkv." in name and shape.config.qk_norm is None:

@@ -402,6 +402,7 @@ def _compute_base_width(values: FlagValues) -> Computed:
 
 def _compute_base_head(values: FlagValues) -> Computed:
     """Return the width of a base head. Megatron-LM has a number that need not be whole."""
+    # Their arguments store it as a float.
     width = values.get_number("--mup-base-head-dim", 1.0)
     if width != int(width):
         raise ValueError(f"--mup-base-head-dim {width:g} must be a whole number.")

@@ -32,6 +32,7 @@ class PredictedLoss:
 
 def write_predicted_loss(folder: Path, predicted: PredictedLoss) -> None:
     """Write a prediction into the folder of a run, which may not have started."""
+    # A prediction is made before the run, which creates the folder otherwise.
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / FILE, json.dumps(asdict(predicted)) + "\n")
 
@@ -73,6 +74,7 @@ def list_departures(
         early = each.iteration < predicted.iteration and side == "above"
         if inside or early or each.name in seen or not each.kept:
             continue
+        # All later evaluations would say the same.
         seen.add(each.name)
         text = (
             f"the loss of {each.name} is {each.loss:.4f}, {side} the predicted range of "

@@ -183,6 +183,7 @@ def _check(given: CheckCoordinates, training: list[str]) -> int:
     if given.seeds < 1:
         raise ConfigError(f"--seeds {given.seeds} must be at least 1.")
     config = load_config(training).config
+    # Neighbouring seeds give independent weights.
     seeds = [config.batch.seed + number for number in range(given.seeds)]
     count = sum(map(len, coordinates.RATIOS.values())) * len(seeds)
     found = tqdm(coordinates.measure(config, seeds), "models", count, file=sys.stderr)
@@ -204,23 +205,31 @@ def _describe_slopes(slopes: "list[Slope]", base: str) -> str:
     lines = [f"{base}", f"{'':6} {'part':16} {'size':13} {'slope':>6}"]
     for each in slopes:
         sizes = " ".join(f"{size:9.3g}" for size in each.sizes)
-        verdict = f"  {each.verdict}" if each.verdict else ""
-        lines.append(
-            f"{each.direction:6} {each.part:16} {each.what:13} {each.slope:+6.2f} {sizes}{verdict}"
-        )
+        row = f"{each.direction:6} {each.part:16} {each.what:13} {each.slope:+6.2f} {sizes}"
+        # Sizes at the start are not judged.
+        lines.append(f"{row}  {each.verdict}".rstrip())
     lines.append("slope: of the logarithm of the size, by that of width or depth")
     return "\n".join(lines)
 
 
 def _design(given: DesignRun, training: list[str]) -> int:
     """Print each choice with its reason, and write the configuration."""
+    # Before the fit, which may take a minute.
     if given.write is not None and not Path(given.write).absolute().parent.is_dir():
         raise ConfigError(f"--write {given.write}: its folder does not exist.")
-    fitted = None if given.results is None else _fit(given.results)
-    has_flags = given.results is not None and Path(given.results).suffix != ".csv"
-    flags = [*read_common_flags(str(given.results)), *training] if has_flags else training
+    fitted = None
+    flags: list[str] = []
+    if given.results is not None:
+        fitted = _fit(given.results)
+        # A table of results has no flags.
+        if Path(given.results).suffix != ".csv":
+            flags = read_common_flags(given.results)
     found = design(
-        given.depth, given.tokens_per_parameter, flags, fitted, keep_architecture=has_flags
+        given.depth,
+        given.tokens_per_parameter,
+        [*flags, *training],
+        fitted,
+        keep_architecture=bool(flags),
     )
     for choice in found.choices:
         print_line(f"{choice.flags}\n    {choice.reason}")
@@ -236,6 +245,7 @@ def _design(given: DesignRun, training: list[str]) -> int:
 def _submit(given: RunRungs, numbers: list[int]) -> int:
     """Submit runs as a job array."""
     command = [*shlex.split(given.submit or ""), f"--array={','.join(map(str, numbers))}"]
+    # The task has the interpreter of this environment.
     own = shlex.join([sys.executable, os.path.abspath(sys.argv[0]), "run", given.ladder])
     task = f"{own} --only $SLURM_ARRAY_TASK_ID"
     try:
@@ -248,7 +258,10 @@ def _run(given: RunRungs) -> int:
     rungs = read_ladder(given.ladder)
     if given.submit is not None:
         left = [number for number, rung in enumerate(rungs) if read_result(rung) is None]
-        return _submit(given, left) if left else 0
+        # A ladder that is complete needs no job.
+        if not left:
+            return 0
+        return _submit(given, left)
     if given.only is not None and not 0 <= given.only < len(rungs):
         raise ConfigError(f"--only {given.only} must be one of 0 to {len(rungs) - 1}.")
     failed = 0
@@ -335,6 +348,7 @@ def _predict(given: PredictLoss, fitted: Fit, training: list[str]) -> Prediction
             "--tokens."
         )
     found = predict(fitted, parameters, tokens)
+    # The chronicle judges the end of the run, so its length must be known.
     if given.run is not None:
         if plan is None:
             raise ConfigError("--run needs the flags of the run after --.")

@@ -75,6 +75,7 @@ def enlarge(config: Config, direction: str, ratio: int) -> Config:
         ConfigError: The configuration names a base model.
     """
     model = config.model
+    # A base of the base would give factors in the smallest model already.
     if model.base_width is not None or model.base_depth is not None:
         raise ConfigError(
             "the flags describe the base model: leave out --base-width and --base-depth."
@@ -91,7 +92,9 @@ def enlarge(config: Config, direction: str, ratio: int) -> Config:
         sizes["kv_channels"] = model.kv_channels or model.hidden_size // model.num_attention_heads
         for name in _WIDTHS:
             value = getattr(model, name)
-            sizes[name] = None if value is None else value * ratio
+            # What follows from the hidden size needs no value.
+            if value is not None:
+                sizes[name] = value * ratio
     return replace(config, model=replace(model, **sizes))  # type: ignore[arg-type]
 
 
@@ -122,7 +125,10 @@ def _train(config: Config) -> Sizes:
     """Train one model for a few steps, and return the sizes on its first batch."""
     plan = resolve(config, 1)
     plan.raise_on_errors()
-    experts = None if config.model.num_experts is None else 1
+    # One process has all experts.
+    experts = None
+    if config.model.num_experts is not None:
+        experts = 1
     mesh = build_mesh(Grid(1, 1, 1), torch.device("cpu"), expert_size=experts)
     sources = open_data(plan, mesh, TrainState())
     assert sources.train is not None, "there are training steps"
@@ -130,6 +136,7 @@ def _train(config: Config) -> Sizes:
     size = plan.batch_size.final
     batch = sources.train.read_batch(size)
     inputs = Inputs(torch.cat([each.tokens for each in batch]))
+    # The same batch is read before and after, so only the weights make a difference.
     before = _read_activations(engine.stages[0], inputs)
     lr = config.optimizer.lr
     assert lr is not None, "the plan has no errors"
@@ -137,6 +144,7 @@ def _train(config: Config) -> Sizes:
         # The full rate from the first step, so that all models change as much as they will.
         engine.train_batch(batch, iteration=iteration, lr=lr)
         batch = sources.train.read_batch(size)
+    # Files of the data stay open otherwise, for each of many models.
     sources.close()
     after = _read_activations(engine.stages[0], inputs)
     sizes: Sizes = {}
@@ -149,6 +157,7 @@ def _train(config: Config) -> Sizes:
 def _read_activations(model: GPT, inputs: Inputs) -> dict[str, Tensor]:
     """Return the outputs of attention and MLP in the last layer, its output, and the logits."""
     found: dict[str, Tensor] = {}
+    # The last layer has what all layers before it have changed.
     last = list(model.get_blocks().values())[-1]
     hooks = [
         module.register_forward_hook(
@@ -156,6 +165,7 @@ def _read_activations(model: GPT, inputs: Inputs) -> dict[str, Tensor]:
         )
         for name, module in (("attention", last.attention), ("MLP", last.mlp))
     ]
+    # Dropout would be a part of the change.
     training = model.training
     model.eval()
     with torch.no_grad():
@@ -188,7 +198,9 @@ def fit_slopes(measured: Sequence[tuple[str, int, Sizes]]) -> list[Slope]:
             groups[direction, part, what].append((ratio, size))
     slopes = []
     for key, points in groups.items():
+        # A power is a line in logarithms.
         x, y = np.log(np.array(points, float).T)
+        # The geometric mean, as the line is fitted to logarithms.
         means = [float(np.exp(y[x == ratio].mean())) for ratio in np.unique(x)]
         slopes.append(Slope(*key, float(np.polyfit(x, y, 1)[0]), tuple(means)))
     return slopes

@@ -51,11 +51,13 @@ class Design:
 
     def write(self) -> str:
         """Return the configuration as YAML, with the reasons as comments."""
+        # Flags that were given keep their own origin.
         origin = dict(self.loaded.origin)
         for choice in self.choices:
             words = shlex.split(choice.flags)
             given = read_argv(words, OtherTrainers()).given
             origin |= dict.fromkeys(given, choice.reason)
+        # A file with all defaults would hide what was chosen.
         chosen = {dotted for dotted, where in origin.items() if where != "default"}
         return dump_fields(flatten(self.loaded.config), origin, chosen)
 
@@ -90,6 +92,7 @@ class _Designer:
 
     def load(self, extra: str = "") -> LoadedConfig:
         """Return the configuration of all choices so far. Flags that are given win."""
+        # Of a flag that is given twice, the last one counts.
         words = " ".join([*(choice.flags for choice in self.choices), extra])
         return load_config([*words.split(), *self._given])
 
@@ -125,17 +128,21 @@ def design(
             f"{tokens_per_parameter:g} above 0."
         )
     it = _Designer(given)
+    # The ladder itself may have this flag, with the same number.
     if it.get("model.num_layers", depth) != depth:
         raise ConfigError(f"--depth {depth} is the number of layers. Leave out --num-layers.")
     _choose_shape(it, depth, keep_architecture)
     plan = resolve(it.load(_FULL).config, 1)
+    # The batch depends on the tokens, and these on the size.
     size, length = count_inner_parameters(plan), plan.config.model.seq_length
     wanted = compute_batch(tokens_per_parameter * size)
+    # Powers of two divide among any usual number of ranks.
     nearest = 2 ** max(0, round(math.log2(wanted / length)))
     batch = int(it.get("batch.global_batch_size", nearest))
     samples = max(1, round(tokens_per_parameter * size / length / batch)) * batch
     tokens = samples * length
     it.choose(f"--global-batch-size {batch}", f"0.58 D^0.571 = {wanted:,.0f} tokens, step law")
+    # Both sizes must divide each other.
     it.choose(f"--micro-batch-size {math.gcd(batch, 8)}", "tools/plan.py says whether it fits")
     if not it.has("batch.train_iters", "batch.train_tokens", "batch.train_time"):
         reason = f"{tokens_per_parameter:g} tokens for each of {size:,} parameters"
@@ -151,6 +158,7 @@ def design(
         it.choose("--bf16", "the fastest precision of GPUs, without a loss scale")
     it.choose("--weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0", "as in Llama")
     loaded = it.load()
+    # Flags that are given may contradict each other, or what was chosen.
     final = resolve(loaded.config, 1)
     final.raise_on_errors()
     return Design(tuple(it.choices), loaded, size, final.train_tokens or tokens)

@@ -132,6 +132,7 @@ def find_optimal_tokens(fitted: Fit, parameters: float) -> float | None:
     None: they are ten times as many as those of any run of the ladder, or a tenth of them.
     """
     found = fitted.law.find_optimal_tokens(parameters)
+    # Far from the runs, small errors of the exponents change the answer by powers of ten.
     few, many = float(fitted.runs.tokens.min()), float(fitted.runs.tokens.max())
     return found if few / 10 <= found <= many * 10 else None
 
@@ -148,6 +149,7 @@ def choose_rate(fitted: Fit | None, parameters: float, tokens: float) -> tuple[f
     ladder, only its factor is fitted. If they transfer, it is their mean.
     """
     rates = {} if fitted is None else fitted.rates
+    # With muP, a small model has the rate of a large one.
     if fitted is not None and fitted.transfers and rates:
         mean = float(np.exp(np.log(list(rates.values())).mean()))
         return (

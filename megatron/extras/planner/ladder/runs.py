@@ -203,6 +203,7 @@ def read_result(rung: Rung) -> LadderRow | None:
     Raises:
         ConfigError: The run was trained with other flags.
     """
+    # The loss of other flags would be a wrong point of the law.
     flags = rung.folder / _FLAGS
     if flags.is_file() and load_json(flags) != [*rung.argv]:
         raise ConfigError(
@@ -298,6 +299,7 @@ def find_rates(rows: Sequence[LadderRow]) -> dict[tuple[float, float], float]:
         tried = sorted(of_rates)
         losses = [mean(of_rates[rate]) for rate in tried]
         best = int(np.argmin(losses))
+        # At an end of the rates, the window has as many of them.
         first = max(0, min(best - _NEAR // 2, len(tried) - _NEAR))
         near = slice(first, first + _NEAR)
         x = np.log(tried[near])

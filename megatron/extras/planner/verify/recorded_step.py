@@ -36,7 +36,7 @@ _SMALL = 1e-6
 
 
 @dataclass(frozen=True)
-class RecordedStep:
+class OtherStep:
     """One step of another trainer, before its optimizer."""
 
     tokens: Tensor
@@ -75,7 +75,7 @@ class StepComparison:
         return next((each for each in self.numbers if not each.difference <= self.bound), None)
 
 
-def read_step(path: Path) -> RecordedStep:
+def read_step(path: Path) -> OtherStep:
     """Read a recorded step.
 
     Raises:
@@ -83,7 +83,7 @@ def read_step(path: Path) -> RecordedStep:
     """
     try:
         found: Any = load_json(path)
-        step = RecordedStep(
+        step = OtherStep(
             torch.tensor(found["tokens"], dtype=torch.int64),
             float(found["loss"]),
             {strip_wrappers(name): float(norm) for name, norm in found["gradients"].items()},
@@ -102,7 +102,7 @@ def read_step(path: Path) -> RecordedStep:
     return step
 
 
-def compare_step(step: RecordedStep, checkpoint: Checkpoint, bound: float) -> StepComparison:
+def compare_step(step: OtherStep, checkpoint: Checkpoint, bound: float) -> StepComparison:
     """Compute the step with the weights of a checkpoint, in fp32, and compare it.
 
     Raises:
@@ -110,6 +110,7 @@ def compare_step(step: RecordedStep, checkpoint: Checkpoint, bound: float) -> St
         CheckpointError: The checkpoint is damaged.
     """
     model = load_model(checkpoint)
+    # An id above the table would fail inside of torch.
     rows = model.shape.vocab_size
     if not 0 <= int(step.tokens.min()) <= int(step.tokens.max()) < rows:
         raise ConfigError(
@@ -123,6 +124,7 @@ def compare_step(step: RecordedStep, checkpoint: Checkpoint, bound: float) -> St
     pairs = _pair_names(model.shape, step.gradients.keys())
     inputs, loss = _run(model, step.tokens)
     ours = _list_norms(model, pairs)
+    # Tiny gradients, such as those of the biases of keys, are rounding errors.
     total = math.hypot(*ours.values())
     numbers = [
         _compare(f"input of layer {number}", theirs, own)
@@ -155,6 +157,7 @@ def _run(model: GPT, tokens: Tensor) -> tuple[list[float], float]:
     logits = model.compute_logits(tokens[:, :-1])
     loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
+    # The model may be used again.
     for hook in hooks:
         hook.remove()
     return sizes, float(loss.detach())
@@ -167,6 +170,7 @@ def _pair_names(shape: ModelShape, recorded: Collection[str]) -> list[TensorPair
         ConfigError: The recorded names are those of no trainer that is known, or there are none.
     """
     fewest: list[str] = []
+    # Names tell the trainer, so no flag is needed for it.
     known = (NANOGPT, choose_llm_baselines_names(shape.config), FMS_LLAMA, *ARCHITECTURES)
     for architecture in known:
         try:
@@ -189,6 +193,7 @@ def _pair_names(shape: ModelShape, recorded: Collection[str]) -> list[TensorPair
 def _list_norms(model: GPT, pairs: Sequence[TensorPair]) -> dict[str, float]:
     """Return the norm of each gradient by their names, in the order of the model."""
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    # Rows that only pad the vocabulary have no gradient.
     norms = {}
     for pair in pairs:
         gradient = gradients[pair.name]
@@ -202,6 +207,7 @@ def _list_norms(model: GPT, pairs: Sequence[TensorPair]) -> dict[str, float]:
 def describe_step(found: StepComparison) -> str:
     """Return the comparison for people."""
     lines = [f"{'number':64} {'there':>12} {'here':>12} {'difference':>10}"]
+    # The largest differences show where to look, and the first one where it begins.
     worst = sorted(found.numbers, key=lambda each: -each.difference)[:8]
     shown = [each for each in found.numbers if each in worst or each.name == "loss"]
     lines += [
@@ -221,5 +227,5 @@ def describe_step(found: StepComparison) -> str:
 def build_json(found: StepComparison) -> str:
     """Return the comparison as JSON."""
     numbers = [vars(each) for each in found.numbers]
-    first = None if found.first is None else found.first.name
+    first = getattr(found.first, "name", None)
     return json.dumps({"first": first, "bound": found.bound, "numbers": numbers}, indent=1)
