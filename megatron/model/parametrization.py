@@ -1,7 +1,7 @@
-"""How the optimizer treats a parameter by the size of the model: `--parametrization`.
+"""Factors on the optimizer's settings of a parameter, by the size of the model.
 
-m is the width ratio, d the depth ratio. The rate, the decay and epsilon of the base model are
-multiplied by
+They are those of `--parametrization`. m is the width ratio, d the depth ratio. The rate, the decay
+and epsilon of the base model are multiplied by
 
 | parameter                      | rate  | decay | epsilon    |
 |--------------------------------|-------|-------|------------|
@@ -15,8 +15,8 @@ with alpha = 1. `ModelShape` has the rest: initial weights, and factors on the f
 queries and the residual branches.
 
 Muon's updates of the layers' matrices are orthogonal. The spectral norm of an update must be about
-sqrt(rows / columns) (https://arxiv.org/abs/2310.17813), which is the same for all widths if both
-grow. Only the factor `spectral` makes the norm grow, as sqrt(m).
+sqrt(rows / columns) (https://arxiv.org/abs/2310.17813), which is the same for all widths if
+both grow alike. Only the factor `spectral` makes the norm grow, as sqrt(m).
 """
 
 import math
@@ -45,7 +45,7 @@ def compute_scaling(name: str, spec: ParameterSpec, shape: ModelShape) -> Scalin
 
     Args:
         name: Global name of the parameter.
-        spec: Its spec. The kind of initial values tells a matrix of the layers.
+        spec: Its spec. Its kind of initial values shows a matrix of the layers.
         shape: Sizes of the model.
     """
     m = shape.width_ratio
@@ -62,7 +62,7 @@ def compute_scaling(name: str, spec: ParameterSpec, shape: ModelShape) -> Scalin
 def compute_muon_rate(config: OptimizerConfig, shape: ModelShape) -> float:
     """Return the factor on the rate of the matrices that Muon updates.
 
-    Their weight decay is multiplied by its inverse, so the product of both has no factor.
+    Their weight decay is multiplied by its inverse, so rate x decay stays the same.
     """
     if config.muon_scale_mode == "spectral":
         return 1.0 / math.sqrt(shape.width_ratio)

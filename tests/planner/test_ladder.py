@@ -313,7 +313,7 @@ def test_rates_of_a_ladder_with_a_parametrization_transfer() -> None:
         LadderRow("x", n, d, lr, 1, 3 + 1 / np.log10(n) + 1 / np.log10(d) + np.log(lr / 4e-3) ** 2)
         for n in (1e5, 1e6, 1e7) for d in (1e7, 3e7, 1e8) for lr in (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
     ]  # fmt: skip
-    fitted = fit_rows(rows, transfers=True)
+    fitted = fit_rows(rows, "mup")
     flags = ["--parametrization", "mup", "--base-width", "64", "--vocab-size", "300"]
     transferred = design(8, 20, flags, fitted).loaded.config.optimizer.lr
     assert transferred == pytest.approx(4e-3, rel=1e-3)

@@ -151,9 +151,9 @@ def test_a_step_of_nanogpt(wrong: bool, tmp_path: Path, capfd: pytest.CaptureFix
     [
         ({"tokens": [[1, 2], [3]]}, "cannot be read as a step"),
         ({"tokens": [1, 2]}, "must be a list of samples"),
-        ({"tokens": [[1, 99]]}, "has the token 99, and the model has 61"),
+        ({"tokens": [[1, 99]]}, "token ids from 1 to 99, and they must be 0 to 60"),
         ({"gradients": {"x.weight": 1.0}}, "the model lacks x.weight"),
-        ({"gradients": {}}, "gradients has 0 names"),
+        ({"gradients": {}}, "gradients is empty"),
         ({"inputs": [1.0]}, "inputs of 1 layers, and the model has 4"),
         ({"loss": None}, "cannot be read as a step"),
     ],

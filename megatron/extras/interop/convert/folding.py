@@ -28,7 +28,7 @@ def fold_description(model: ModelConfig) -> ModelConfig:
 
 
 def fold_rows(rows: Tensor, name: str, first: int, shape: ModelShape) -> Tensor:
-    """Return rows of a parameter, multiplied by the factors that follow it in the model.
+    """Return rows of a parameter, multiplied by the factor on their outputs.
 
     Args:
         rows: Neighbouring rows of the complete parameter.

@@ -316,8 +316,11 @@ def _fit(path: str) -> Fit:
     rows = [row for row in found if math.isfinite(row.loss)]
     if len(rows) < len(found):
         print_to_stderr(f"note: {format_count(len(found) - len(rows), 'run')} with no finite loss")
-    flags = [] if Path(path).suffix == ".csv" else read_common_flags(path)
-    return fit_rows(rows, transfers="--parametrization" in flags)
+    # A table of results does not have it.
+    if Path(path).suffix == ".csv":
+        return fit_rows(rows)
+    config = load_config(list(read_ladder(path)[0].argv)).config
+    return fit_rows(rows, config.model.parametrization)
 
 
 def _predict(given: PredictLoss, fitted: Fit, training: list[str]) -> Prediction:

@@ -31,7 +31,8 @@ RATIOS = {"width": (1, 2, 4, 8), "depth": (1, 2, 4)}
 """Direction -> the sizes of the models, relative to the base model."""
 _STEPS = 4
 _SHRINKS, _FLAT, _GROWS = -0.5, 0.1, 0.3
-"""Limits of a slope: a size shrinks, does not grow, or grows."""
+"""Below the first slope a size shrinks, from there to the second it is fine, and above the third it
+grows."""
 _STREAM = "residual stream"
 _WIDTHS = (
     *("hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"),
@@ -69,7 +70,7 @@ class Slope:
 
 
 def enlarge(config: Config, direction: str, ratio: int) -> Config:
-    """Return the configuration of a larger model, whose base model is that of `config`.
+    """Return the configuration of a model `ratio` times as large, with that of `config` as base.
 
     Raises:
         ConfigError: The configuration names a base model.
@@ -185,15 +186,15 @@ def fit_slopes(measured: Sequence[tuple[str, int, Sizes]]) -> list[Slope]:
     """Return the slope of each size, over all seeds.
 
     Raises:
-        ConfigError: A size is not finite, so a model diverged.
+        ConfigError: A size is not finite, so a model diverged, or it is 0.
     """
     groups: dict[tuple[str, str, str], list[tuple[int, float]]] = defaultdict(list)
     for direction, ratio, sizes in measured:
         for (part, what), size in sizes.items():
             if not np.isfinite(size) or size <= 0:
                 raise ConfigError(
-                    f"the {what} of {part} is {size} in a model of {ratio} times the {direction}: "
-                    "it diverged. Give a smaller --lr."
+                    f"{part}, {what}: the size is {size} in a model of {ratio} times the "
+                    f"{direction}. A model that diverges needs a smaller --lr."
                 )
             groups[direction, part, what].append((ratio, size))
     slopes = []

@@ -116,8 +116,8 @@ def design(
         tokens_per_parameter: D / N.
         given: Flags, such as those that all runs of a ladder have. They win.
         fitted: The ladder, for the learning rate. None: the published step law.
-        keep_architecture: Whether the flags describe the kind of model. The law is that of one kind
-            only. Otherwise it is Llama's.
+        keep_architecture: Whether the flags describe the kind of model, which must be that of the
+            ladder. Otherwise a Llama is chosen.
 
     Raises:
         ConfigError: A number is not above 0, or the flags have errors.
@@ -142,7 +142,7 @@ def design(
     samples = max(1, round(tokens_per_parameter * size / length / batch)) * batch
     tokens = samples * length
     it.choose(f"--global-batch-size {batch}", f"0.58 D^0.571 = {wanted:,.0f} tokens, step law")
-    # Both sizes must divide each other.
+    # The micro batch must divide the batch.
     it.choose(f"--micro-batch-size {math.gcd(batch, 8)}", "tools/plan.py says whether it fits")
     if not it.has("batch.train_iters", "batch.train_tokens", "batch.train_time"):
         reason = f"{tokens_per_parameter:g} tokens for each of {size:,} parameters"

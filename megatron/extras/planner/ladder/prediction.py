@@ -35,8 +35,9 @@ class Fit:
     """Standard deviation of a loss over seeds."""
     rates: dict[tuple[float, float], float]
     """Parameters and tokens -> the best learning rate."""
-    transfers: bool = False
-    """Whether the best rate is the same for all sizes."""
+    parametrization: str = "standard"
+    """Parametrization of all runs. With mup the best rate is the same for all widths, with
+    completep for all sizes."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,12 @@ class Prediction:
         )
 
 
-def fit_rows(rows: Sequence[LadderRow], *, transfers: bool = False) -> Fit:
+def fit_rows(rows: Sequence[LadderRow], parametrization: str = "standard") -> Fit:
     """Fit a law to results.
 
     Args:
         rows: The results.
-        transfers: See `Fit`.
+        parametrization: See `Fit`.
 
     Raises:
         DataError: See `law.check_runs` and `law.bootstrap`.
@@ -98,7 +99,7 @@ def fit_rows(rows: Sequence[LadderRow], *, transfers: bool = False) -> Fit:
         measure_noise(runs, law),
         measure_seeds(rows),
         find_rates(rows),
-        transfers,
+        parametrization,
     )
 
 
@@ -150,12 +151,11 @@ def choose_rate(fitted: Fit | None, parameters: float, tokens: float) -> tuple[f
     """
     rates = {} if fitted is None else fitted.rates
     # With muP, a small model has the rate of a large one.
-    if fitted is not None and fitted.transfers and rates:
+    if fitted is not None and fitted.parametrization != "standard" and rates:
         mean = float(np.exp(np.log(list(rates.values())).mean()))
-        return (
-            mean,
-            f"the best rates of {format_count(len(rates), 'run')} of the ladder, which transfer",
-        )
+        runs = format_count(len(rates), "run")
+        over = {"mup": "widths and not depths"}.get(fitted.parametrization, "widths and depths")
+        return mean, f"the best rates of {runs} of the ladder, which transfer over {over}"
     factor, reason = (
         1.79,
         "the published step law, as there are no three rates of one run of a ladder",

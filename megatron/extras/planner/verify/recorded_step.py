@@ -2,7 +2,7 @@
 
 The weights are those of a checkpoint, which was imported from the other trainer. A difference of
 the forward pass is named by the first layer whose input differs. A difference of the backward pass
-is named by the parameter nearest to the loss whose gradient differs.
+is named by one parameter: of those whose gradient differs, the one nearest to the loss.
 """
 
 import json
@@ -32,7 +32,7 @@ from megatron.model.gpt import GPT
 from megatron.model.shape import ModelShape
 
 _SMALL = 1e-6
-"""A gradient is compared with this share of the norm of all gradients, if it is smaller."""
+"""A difference is divided by our norm, and at least by this share of the norm of all gradients."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class OtherStep:
     loss: float
     """The mean of cross entropy over all b x s tokens."""
     gradients: dict[str, float]
-    """Name of a parameter, ours or theirs -> Euclidean norm of its gradient, before clipping."""
+    """Their name of a parameter -> Euclidean norm of its gradient, before clipping."""
     inputs: list[float]
     """Root mean square of the input of each layer. It may be empty."""
 
@@ -112,9 +112,10 @@ def compare_step(step: OtherStep, checkpoint: Checkpoint, bound: float) -> StepC
     model = load_model(checkpoint)
     # An id above the table would fail inside of torch.
     rows = model.shape.vocab_size
-    if not 0 <= int(step.tokens.min()) <= int(step.tokens.max()) < rows:
+    least, largest = int(step.tokens.min()), int(step.tokens.max())
+    if least < 0 or largest >= rows:
         raise ConfigError(
-            f"the step has the token {int(step.tokens.max())}, and the model has {rows} tokens."
+            f"the step has token ids from {least} to {largest}, and they must be 0 to {rows - 1}."
         )
     layers = len(model.get_blocks())
     if step.inputs and len(step.inputs) != layers:
@@ -169,6 +170,8 @@ def _pair_names(shape: ModelShape, recorded: Collection[str]) -> list[TensorPair
     Raises:
         ConfigError: The recorded names are those of no trainer that is known, or there are none.
     """
+    if not recorded:
+        raise ConfigError("gradients is empty. Give the norm of each parameter's gradient.")
     fewest: list[str] = []
     # Names tell the trainer, so no flag is needed for it.
     known = (NANOGPT, choose_llm_baselines_names(shape.config), FMS_LLAMA, *ARCHITECTURES)
@@ -180,7 +183,7 @@ def _pair_names(shape: ModelShape, recorded: Collection[str]) -> list[TensorPair
             continue
         names = {name for pair in pairs for name in pair.hf_names}
         unknown = sorted({*recorded} - names)
-        if recorded and not unknown:
+        if not unknown:
             return pairs
         if not fewest or len(unknown) < len(fewest):
             fewest = unknown
