@@ -38,7 +38,9 @@ _OF_ROPE_SCALING: dict[RopeScaling, dict[str, str]] = {
 }
 """Scaling -> our field -> their key in `rope_parameters`."""
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
-NOT_ARCHITECTURE = {"seq_length", "hidden_dropout", "output_init_method_std"}
+_FOLDED = {"parametrization", "base_width", "base_depth", "base_kv_channels"}
+"""Fields whose factors an export multiplies into the weights. See `folding`."""
+NOT_ARCHITECTURE = {"seq_length", "hidden_dropout", "output_init_method_std", *_FOLDED}
 """Fields that a class may lack. They do not change what a trained model computes."""
 
 
