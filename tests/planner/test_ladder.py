@@ -60,6 +60,13 @@ def test_a_law_without_noise_is_found(e: float, a: float, b: float, c: float, d:
     assert float(found.predict(5e9, 1e11)) == pytest.approx(float(law.predict(5e9, 1e11)), rel=2e-3)
 
 
+def test_a_law_whose_terms_are_hard_to_tell_apart_is_found() -> None:
+    """The refinement needs more than 300 steps."""
+    law = Law(1.0, 460.0, 302.0, 0.265625, 0.59375)
+    runs = make_runs(law)
+    assert measure_noise(runs, fit(runs)) < 1e-9
+
+
 def test_a_bad_run_does_not_bend_the_law() -> None:
     law = Law(1.8, 480, 2100, 0.35, 0.37)
     runs = make_runs(law, 0.002)
@@ -411,6 +418,10 @@ def test_a_run_of_other_flags_is_no_result(
     folder = read_ladder(path)[0].folder
     folder.mkdir(parents=True)
     (folder / "flags.json").write_text('["--other"]')
+    # A start that failed may be corrected.
+    assert ladder.main(["run", path, "--list"]) == 0
+    assert "not complete" in capfd.readouterr().out
+    (folder / "metrics.jsonl").write_text("")
     assert ladder.main(["run", path, "--list"]) == 2
     assert "are not those of its training" in capfd.readouterr().err
 

@@ -295,8 +295,12 @@ def _write_words(args: Mapping[str, Any]) -> tuple[list[str], set[str]]:
     words: list[str] = []
     used = set(_OFF) | {"start_weight_decay", "end_weight_decay"}
     experts = bool(args.get("num_experts"))
-    optional = (*(_OF_EXPERTS if experts else ()), *(_OF_MUP if args.get("use_mup") else ()))
-    for name in (*_VALUES, *optional):
+    names = list(_VALUES)
+    if experts:
+        names += _OF_EXPERTS
+    if args.get("use_mup"):
+        names += _OF_MUP
+    for name in names:
         value = args.get(name)
         if name == "moe_layer_freq" and isinstance(value, list):
             value = "[" + ",".join(map(str, value)) + "]"

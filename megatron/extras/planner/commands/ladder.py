@@ -202,7 +202,7 @@ def _check(given: CheckCoordinates, training: list[str]) -> int:
 
 def _describe_slopes(slopes: "list[Slope]", base: str) -> str:
     """Return a table of slopes."""
-    lines = [f"{base}", f"{'':6} {'part':16} {'size':13} {'slope':>6}"]
+    lines = [base, f"{'':6} {'part':16} {'size':13} {'slope':>6}"]
     for each in slopes:
         sizes = " ".join(f"{size:9.3g}" for size in each.sizes)
         row = f"{each.direction:6} {each.part:16} {each.what:13} {each.slope:+6.2f} {sizes}"
@@ -292,35 +292,35 @@ def _collect(rungs: list[Rung]) -> list[LadderRow]:
     return [row for rung in rungs if (row := read_result(rung)) is not None]
 
 
-def _read_rows(path: str) -> list[LadderRow]:
-    """Return the results that a file has, or that the runs of a ladder have so far.
+def _read_rows(path: str) -> tuple[list[LadderRow], str]:
+    """Return the results of a file, or those that the runs of a ladder have so far.
+
+    The second value is the parametrization of the runs. A table of results does not have it.
 
     Raises:
         DataError: No run is complete.
     """
     # Results of other programs, and published ones.
     if Path(path).suffix == ".csv":
-        return read_table(path)
+        return read_table(path), "standard"
     rungs = read_ladder(path)
     rows = _collect(rungs)
     if len(rows) < len(rungs):
         print_to_stderr(f"note: {len(rungs) - len(rows)} of {len(rungs)} runs are not complete")
     if not rows:
         raise DataError(f"no run of {path} is complete. Start them with: ladder.py run {path}")
-    return rows
+    # `flags` of the ladder gives it for all runs.
+    config = load_config(list(rungs[0].argv)).config
+    return rows, config.model.parametrization
 
 
 def _fit(path: str) -> Fit:
     """Return the fit of a ladder or of a CSV file. Runs that diverged are left out, with a note."""
-    found = _read_rows(path)
+    found, parametrization = _read_rows(path)
     rows = [row for row in found if math.isfinite(row.loss)]
     if len(rows) < len(found):
         print_to_stderr(f"note: {format_count(len(found) - len(rows), 'run')} with no finite loss")
-    # A table of results does not have it.
-    if Path(path).suffix == ".csv":
-        return fit_rows(rows)
-    config = load_config(list(read_ladder(path)[0].argv)).config
-    return fit_rows(rows, config.model.parametrization)
+    return fit_rows(rows, parametrization)
 
 
 def _predict(given: PredictLoss, fitted: Fit, training: list[str]) -> Prediction:

@@ -24,7 +24,11 @@ FEWEST_RUNS = 6
 _EXPONENTS = np.arange(0.05, 1.51, 0.05)
 _REWEIGHTED = 15
 """Solutions of the linear problem for each point of the grid, each with the last one's weights."""
-_STEPS = 300
+_STEPS = 3000
+"""Most steps of a refinement. Where two terms of a law can hardly be told apart, 300 were too few.
+"""
+_STEPS_OF_DRAWN = 300
+"""The same for runs that are drawn again, whose laws scatter far more than this changes them."""
 _ENOUGH = 1e-8
 """Relative progress of a step after which the refinement ends."""
 _QUANTILES = (0.025, 0.975)
@@ -139,7 +143,7 @@ def bootstrap(runs: Runs, law: Law, times: int = 400, seed: int = 1) -> list[Law
         drawn = runs.select(rng.integers(0, len(runs.loss), len(runs.loss)))
         if min(len(np.unique(drawn.parameters)), len(np.unique(drawn.tokens))) < 3:
             continue
-        found, _ = _refine(drawn, start, size, data)
+        found, _ = _refine(drawn, start, size, data, _STEPS_OF_DRAWN)
         # A loss falls with both, and no published exponent is near these limits.
         if (found[3:] > _EXPONENT_LIMITS[0]).all() and (found[3:] < _EXPONENT_LIMITS[1]).all():
             laws.append(_to_law(found, size, data))
@@ -216,7 +220,9 @@ def _search_grid(runs: Runs, size: float, data: float) -> Array:
     return np.array([*np.log(found[best]), grid_a[best], grid_b[best]])
 
 
-def _refine(runs: Runs, start: Array, size: float, data: float) -> tuple[Array, float]:
+def _refine(
+    runs: Runs, start: Array, size: float, data: float, steps: int = _STEPS
+) -> tuple[Array, float]:
     """Return the numbers with the least sum of Huber's losses near `start`, and this sum."""
     # In logarithms all three parts stay positive.
     x, y = np.log(runs.parameters / size), np.log(runs.tokens / data)
@@ -236,7 +242,7 @@ def _refine(runs: Runs, start: Array, size: float, data: float) -> tuple[Array, 
     cost = float(_sum_huber(difference))
     # Levenberg and Marquardt: smaller steps after a bad one, and larger ones after a good one.
     damping = 1e-3
-    for _ in range(_STEPS):
+    for _ in range(steps):
         weighted = slopes * _weigh(difference)[:, None]
         normal = weighted.T @ slopes
         step = np.linalg.solve(

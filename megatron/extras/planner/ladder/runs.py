@@ -22,7 +22,7 @@ import yaml
 
 from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError, DataError
-from megatron.base.outside_file import SETTINGS_BYTES, load_json, load_text
+from megatron.base.outside_file import SETTINGS_BYTES, load_text
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.ladder.law import Runs
 from megatron.model.flops import count_word_embedding_parameters
@@ -170,6 +170,11 @@ def count_inner_parameters(plan: Plan) -> int:
     return plan.parameters - tables * count_word_embedding_parameters(plan.shape)
 
 
+def _write_flags(rung: Rung) -> str:
+    """Return the flags of a run as JSON."""
+    return json.dumps(rung.argv) + "\n"
+
+
 def train(rung: Rung) -> LadderRow:
     """Train a run, or resume it, and return its result. Its output goes to log.txt in its folder.
 
@@ -178,7 +183,7 @@ def train(rung: Rung) -> LadderRow:
     """
     # The run itself resumes from its last checkpoint.
     rung.folder.mkdir(parents=True, exist_ok=True)
-    replace_file(rung.folder / _FLAGS, json.dumps(rung.argv) + "\n")
+    replace_file(rung.folder / _FLAGS, _write_flags(rung))
     log = rung.folder / "log.txt"
     # A process of its own, so that a crash does not end the ladder.
     command = [sys.executable, "-m", "megatron.commands.pretrain", *rung.argv]
@@ -203,14 +208,19 @@ def read_result(rung: Rung) -> LadderRow | None:
     Raises:
         ConfigError: The run was trained with other flags.
     """
-    # The loss of other flags would be a wrong point of the law.
+    path = rung.folder / "metrics.jsonl"
+    # The loss of other flags would be a wrong point of the law. A start that failed has no metrics,
+    # and may be tried again with other flags.
     flags = rung.folder / _FLAGS
-    if flags.is_file() and load_json(flags) != [*rung.argv]:
+    if (
+        path.is_file()
+        and flags.is_file()
+        and load_text(flags, decoding="replace") != _write_flags(rung)
+    ):
         raise ConfigError(
             f"the flags of {rung.name} are not those of its training ({flags}). Restore them, or "
             "give the ladder another folder."
         )
-    path = rung.folder / "metrics.jsonl"
     losses = []
     if path.is_file():
         losses = [
