@@ -185,7 +185,7 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ({**COMPLETEP, "deepspeed": True}, "leave out --deepspeed"),
     (
         {"replay_interval": 100, "deepspeed": True},
-        "--replay-interval 100 and --deepspeed exclude each other",
+        "--deepspeed and --replay-interval 100 exclude each other",
     ),
     ({"base_width": 0}, "--base-width 0 must be at least 1"),
     ({"qk_norm": "full"}, "--qk-norm full needs --normalization RMSNorm, not LayerNorm"),

@@ -220,7 +220,11 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         *("data.dataset_format", ": prepared data have ids", "tokenizer.special_tokens_in_text")
     ),
     no_effect_without("parallel.deepspeed", "", "parallel.deepspeed_config"),
-    no_effect_without("parallel.replay_interval", "", "parallel.replay_action"),
+    no_effect(
+        "without --replay-interval",
+        lambda config: config.parallel.replay_interval == 0,
+        "parallel.replay_action",
+    ),
     no_effect(
         "without --context-parallel-size",
         lambda config: config.parallel.context_parallel_size == 1,
