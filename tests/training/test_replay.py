@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from megatron.run.run import Run
 
 FULL = pytest.mark.full
-ITERATIONS = 300
-"""Iterations of each healthy run. Together they are more than 2,000."""
+ITERATIONS = 50
+"""Iterations of each healthy run in the long suite. docs/replay.md says how many ran once."""
 
 SIZES = (
     "--mock-data --vocab-size 250 --num-layers 4 --hidden-size 48 --num-attention-heads 4 "

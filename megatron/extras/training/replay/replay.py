@@ -83,7 +83,9 @@ class MicrobatchReplay(Replay):
         def compute() -> Pass:
             recorder = Recorder(with_measures=self._bounds is not None)
             kernels = _prefer_repeatable_kernels(self._engine, self._mesh.device)
-            with kernels, recorder.record(self._engine.stages):
+            # torch cannot compile within the recorder's mode, and would raise an error.
+            eager = torch.compiler.set_stance("force_eager")
+            with kernels, eager, recorder.record(self._engine.stages):
                 self._engine.compute_and_drop_gradients(microbatches, iteration, recorder.add)
             return recorder.result
 
