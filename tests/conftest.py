@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from process_pool import ProcessPool
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The tests start some hundred processes that import the package. Without bytecode on the disk, each
+# of them would compile 240 modules.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 LONG_FOLDERS = ("slurm", "equivalence", "training", "faults", "engine", "examples")
 """The folders whose tests take longest, in this order. With several workers, they start first."""
