@@ -7,8 +7,10 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -19,7 +21,8 @@ from megatron.config.compare import compute_config_digest
 from megatron.config.fields import all_fields
 from megatron.config.model import ModelConfig
 from megatron.extras.interop.translators.translator import load_config
-from megatron.extras.planner.commands import plan_estimates
+from megatron.extras.planner.commands import plan_estimates, plan_search
+from megatron.extras.planner.commands.plan_search import PlannedSearch
 from megatron.extras.planner.cost.hardware import load_hardware
 from megatron.model.shape import ModelShape
 
@@ -30,6 +33,22 @@ SMALL = shlex.split(
     "--micro-batch-size 2 --global-batch-size 16 --train-iters 100 --lr 1e-3 --vocab-size 1000"
 )
 KEYS = {"parameters", "data_parallel_size", "train_iters", "at", "errors", "warnings"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_search_of_each_plan() -> Iterator[None]:
+    """Search the layouts of a plan once, because several tests read the result of the same one."""
+    found: dict[str, PlannedSearch] = {}
+
+    def search(*arguments: Any, **options: Any) -> PlannedSearch:
+        key = repr((arguments, options))
+        if key not in found:
+            found[key] = plan_search.search_plan(*arguments, **options)
+        return found[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "search_plan", search)
+        yield
 
 
 def as_json(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> dict:
