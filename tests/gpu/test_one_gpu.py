@@ -122,6 +122,9 @@ IN_16_BITS = {
     # On a CPU, float8 is emulated.
     "float8-bf16": f"{LLAMA} --bf16 --fp8-format hybrid --fp8-recipe tensorwise",
     "float8-rowwise-bf16": f"{LLAMA} --bf16 --fp8-format e4m3 --fp8-recipe rowwise",
+    "wide-replay-bf16": f"{WIDE} --bf16 --replay-interval 2",
+    "replay-float8-bf16": f"{LLAMA} --bf16 --fp8-format hybrid --fp8-recipe tensorwise "
+    "--replay-interval 2",
     "gpt2-fp16": "--fp16 --initial-loss-scale 4096",
     "bloom-fp16": f"{BLOOM} --fp16 --initial-loss-scale 4096",
 }
@@ -152,7 +155,7 @@ CORE = {
     *("wide-bf16", "wide-cudnn-bf16", "wide-fusion-bf16", "wide-varlen-bf16"),
     *("compiled-bf16", "wide-compiled-bf16"),
     *("kernels", "wide-kernels-bf16"),
-    *("float8-bf16", "float8-rowwise-bf16"),
+    *("float8-bf16", "float8-rowwise-bf16", "wide-replay-bf16"),
     *("experts", "experts-bf16"),
 }
 """The runs of the most important tests."""
@@ -214,6 +217,7 @@ VARIANTS = {
     "test_rounding_alone_stays_far_below_the_bound": ("cpu", "reordered"),
     "test_fp32_equals_the_cpu": ("gpu", "cpu"),
     "test_16_bits_agree_with_the_cpu": ("gpu", "cpu"),
+    "test_a_replay_gives_no_alarm": ("gpu",),
     "test_compiled_equals_eager": ("gpu",),
     "test_runs_repeat_bit_for_bit": ("gpu", "again"),
     "test_a_resumed_run_continues_bit_for_bit": ("gpu", "resumed"),
@@ -583,6 +587,17 @@ def test_16_bits_agree_with_the_cpu(name: str, runs: Runs) -> None:
     worst = measure_worst(runs[name, "gpu"], runs[name, "cpu"])
     report(name, *worst)
     assert worst[0] < BOUND_16_BITS
+
+
+@needs_runs
+@pytest.mark.parametrize("name", mark_core(["wide-replay-bf16", "replay-float8-bf16"]))
+def test_a_replay_gives_no_alarm(name: str, runs: Runs) -> None:
+    if "fp8" in IN_16_BITS[name]:
+        pytest.importorskip("torchao")
+    output = runs[name, "gpu"].output
+    lines = [line for line in output.splitlines() if line.startswith("replay: ")]
+    report(name, note="; ".join(lines) or "all bits repeat")
+    assert "gave other numbers" not in output
 
 
 @needs_runs
