@@ -266,7 +266,7 @@ ERRORS = (
         "loss",
         "Each rank and microbatch divided its loss by its own number of tokens.",
         "Tokens of ranks with few of them weighed more.",
-        "2025-06-05, with gradient accumulation",
+        "2025-06-05, with gradient accumulation (#1238)",
         "2026-01-25",
         Method.COPY,
         "loss",
@@ -279,7 +279,7 @@ ERRORS = (
         "The schedule divided all gradients so far by the number of microbatches, once for each "
         "accumulation.",
         "Gradients became a moving average and were much too small.",
-        "2025-06-05",
+        "2025-06-05, with gradient accumulation (#1238)",
         "2025-09-24",
         Method.COPY,
         "gradient norm",
@@ -397,16 +397,17 @@ ERRORS = (
         "initial weights",
     ),
     KnownError(
-        "a dropped step counts in the bias correction of the last stage",
+        "the step count of Adam does not grow",
         "OLMo",
         "allenai/OLMo-core#309",
         "optimizer",
-        "The optimizer that skips steps counted them as steps of Adam.",
-        "not reported",
+        "The optimizer that can skip a step never increased its step count, so each update had the "
+        "bias correction of the first one.",
+        "Updates were biased.",
         "2025-01-21",
         "2025-06-30",
         Method.COPY,
-        "step count",
+        "weights",
     ),
     KnownError(
         "the z-loss is a sum over tokens",
@@ -434,6 +435,8 @@ ERRORS = (
         "2021-05-08",
         Method.COPY,
         "samples",
+        "the resume is refused earlier, with the two positions that differ (the checkpoint counts "
+        "12 consumed samples, but its data position is 4).",
     ),
     KnownError(
         "biases of row-parallel layers are imported once for each rank",
@@ -505,7 +508,7 @@ ERRORS = (
         "Weight decay left out torch.nn.LayerNorm, and not the models' own RMSNorm.",
         "Norms of Llama, Qwen and others decayed.",
         None,
-        "2025",
+        "after 2025-01-28",
         Method.COPY,
         "weights",
     ),
