@@ -16,6 +16,8 @@ TP = "--tensor-model-parallel-size 2"
 SP = f"{TP} --sequence-parallel"
 PP = "--pipeline-model-parallel-size 2"
 MEGATRON = "NVIDIA/Megatron-LM"
+INVARIANTS = "invariants"
+"""What finds an error, if ranks compare their replicas after each iteration of the copy."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,11 @@ class Mutation:
     apply: Callable[[], None]
     """Changes the package in this process."""
     caught_by: str = "gradient norm"
-    """The comparison that fails first."""
+    """The comparison that fails first, or `INVARIANTS`."""
     first: str = ""
     """The beginning of the first activation that differs."""
+    processes: int = 8
+    """`--processes` of the verification."""
     documents: bool = False
     """Whether the run needs the tokenizer, because it masks at the ends of documents."""
 

@@ -9,12 +9,23 @@ from typing import Any
 
 from process_pool import start_fork_server
 from tiny_corpus import MERGES, VOCAB
-from verify.mutation import ITERATIONS, MODEL
+from verify.mutation import INVARIANTS, ITERATIONS, MODEL, wrap
 from verify.mutations import MUTATIONS
 
 
-def verify_in_this_process(flags: str, world_size: int, mutation: int | None, result: Path) -> None:
-    """Verify a command line, with a mutation of the package, and write the report."""
+def verify_in_this_process(
+    flags: str,
+    world_size: int,
+    mutation: int | None,
+    result: Path,
+    *,
+    check_replicas: bool,
+    processes: int,
+) -> None:
+    """Verify a command line, with a mutation of the package, and write the report.
+
+    With `check_replicas`, the copy also compares its replicas after each iteration, as a run does.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -25,11 +36,24 @@ def verify_in_this_process(flags: str, world_size: int, mutation: int | None, re
     began = time.monotonic()
     preload()
     plan, _ = resolve_command(VerifyArguments(world_size=world_size), flags.split())
+    if check_replicas:
+        compare_replicas_of_copies()
     if mutation is not None:
         MUTATIONS[mutation].apply()
-    report = build_report(plan, verify(plan, train))
+    report = build_report(plan, verify(plan, train, most_processes=processes))
     report["seconds"] = time.monotonic() - began
     result.write_text(json.dumps(report))
+
+
+def compare_replicas_of_copies() -> None:
+    """Give reduced copies --check-invariants-interval 1. Without this, they compare nothing."""
+    from megatron.extras.planner.verify import reduction
+
+    wrap(
+        reduction,
+        "_reduce_parallel",
+        lambda reduce: lambda *args: reduce(*args) | {"parallel.check_invariants_interval": 1},
+    )
 
 
 def call_command_in_this_process(words: list[str], output: Path) -> None:
@@ -49,13 +73,22 @@ class Verifier:
         self._folder = folder
         self._number = 0
 
-    def run(self, flags: str, world_size: int, mutation: int | None = None) -> dict[str, Any]:
+    def run(
+        self,
+        flags: str,
+        world_size: int,
+        mutation: int | None = None,
+        *,
+        check_replicas: bool = False,
+        processes: int = 8,
+    ) -> dict[str, Any]:
         """Return the report of the flags, which are added to those of the small model."""
         self._number += 1
         result = self._folder / f"{self._number}.json"
         process = self._context.Process(
             target=verify_in_this_process,
             args=(f"{MODEL} {flags}", world_size, mutation, result),
+            kwargs={"check_replicas": check_replicas, "processes": processes},
         )
         process.start()
         process.join()
@@ -78,4 +111,10 @@ class Verifier:
         flags = f"{ITERATIONS} {mutation.flags}"
         if mutation.documents:
             flags += f" --vocab-file {VOCAB} --merge-file {MERGES} --vocab-size 5000"
-        return self.run(flags, mutation.world_size, None if healthy else number)
+        return self.run(
+            flags,
+            mutation.world_size,
+            None if healthy else number,
+            check_replicas=mutation.caught_by == INVARIANTS,
+            processes=mutation.processes,
+        )
