@@ -1,9 +1,9 @@
 """The museum: public errors of trainers, and how each is found here.
 
 `docs/known_errors.md` shows this table, and `test_museum.py` checks both. `method` and `expected`
-were written before the error was run. `missed` tells what was found instead.
+were written before the error was run. `missed` is what was found instead.
 
-Dates are those of commits and reports in public repositories. A date that could not be found is
+Dates are those of commits and reports in public repositories. A begin that could not be found is
 None.
 """
 
@@ -42,11 +42,11 @@ class KnownError:
     wrong: str
     """What was wrong, as a sentence."""
     cost: str
-    """What it cost, as it was reported."""
+    """What it cost, as it was reported, or its effect on the numbers."""
     since: str | None
     """When the error came: the date of a commit, or another fact about its age."""
-    until: str | None
-    """When it was fixed, or reported if it is open."""
+    until: str
+    """When it was fixed. Or when it was reported, if no correction was found."""
     method: Method
     expected: str
     missed: str = ""
@@ -258,6 +258,19 @@ ERRORS = (
         Method.COPY,
         "labels, masks and positions",
     ),
+    KnownError(
+        "the gradient of a column-parallel layer's input is not summed",
+        "Megatron-LM",
+        f"{MEGATRON}#1699",
+        "tensor parallelism",
+        "With multi-latent attention, each tensor rank got the gradient of a shared positional key "
+        "from its own heads only.",
+        "not reported",
+        None,
+        "reported 2025-07-21. A correction was open in 2026-08 (#6839)",
+        Method.TYPES,
+        "head",
+    ),
     # -- torchtitan --------------------------------------------------------------------------------
     KnownError(
         "the loss is divided by the count of the rank's own tokens",
@@ -351,7 +364,7 @@ ERRORS = (
         f"{TITAN}#275",
         "resume",
         "The state of the learning rate's schedule was not saved.",
-        "A resumed run warmed up again.",
+        "A resumed run began the schedule again.",
         "2024-02-06, with checkpoints",
         "2024-04-25",
         Method.COPY,
@@ -377,8 +390,8 @@ ERRORS = (
         "allenai/OLMo-core#319",
         "initialisation",
         "Each rank drew its shards with a seed of its own, so the copies of HSDP differed.",
-        "A 1B run of OLMo 3 had to be restarted. The restart hid the error, because all copies "
-        "loaded the same checkpoint.",
+        "A bad run of OLMo 3 1B was restarted. The restart hid the error, because all copies loaded "
+        "the same checkpoint.",
         "2025-06-28",
         "2025-07-08",
         Method.COPY,
@@ -508,7 +521,7 @@ ERRORS = (
         "Weight decay left out torch.nn.LayerNorm, and not the models' own RMSNorm.",
         "Norms of Llama, Qwen and others decayed.",
         None,
-        "after 2025-01-28",
+        "2025 (opened on 2025-01-28)",
         Method.COPY,
         "weights",
     ),
@@ -539,19 +552,6 @@ ERRORS = (
         "reported 2025-03-11",
         Method.COPY,
         "gradient norm",
-    ),
-    KnownError(
-        "the gradient of a column-parallel layer's input is not summed",
-        REST,
-        "NovaSky-AI/SkyRL#1886",
-        "tensor parallelism",
-        "A transposed tensor was made contiguous by a copy, and the sum over ranks was written "
-        "to the copy.",
-        "A review found it before the change was merged.",
-        None,
-        "reported 2026-07-29",
-        Method.TYPES,
-        "head",
     ),
     KnownError(
         "tensor ranks start from equal shards",

@@ -39,9 +39,11 @@ def make_link(source: str) -> str:
 
 def format_period(error: KnownError) -> str:
     """Return when the error came and when it was fixed, as far as it is known."""
+    if error.until.startswith("reported"):
+        return f"begin not known, {error.until}"
     if error.since is None:
-        return f"since: not known. Until: {error.until}"
-    return f"since: {error.since}. Until: {error.until}"
+        return f"begin not known, to {error.until}"
+    return f"{error.since}, to {error.until}"
 
 
 def format_method(error: KnownError) -> str:
