@@ -266,7 +266,7 @@ ERRORS = (
         "With multi-latent attention, each tensor rank got the gradient of a shared positional key "
         "from its own heads only.",
         "not reported",
-        None,
+        "2025-02-24",
         "reported 2025-07-21. A correction was open in 2026-08 (#6839)",
         Method.TYPES,
         "head",
@@ -390,8 +390,8 @@ ERRORS = (
         "allenai/OLMo-core#319",
         "initialisation",
         "Each rank drew its shards with a seed of its own, so the copies of HSDP differed.",
-        "A bad run of OLMo 3 1B was restarted. The restart hid the error, because all copies loaded "
-        "the same checkpoint.",
+        "A bad run of OLMo 3 1B was restarted. The restart hid the error, because all copies "
+        "loaded the same checkpoint.",
         "2025-06-28",
         "2025-07-08",
         Method.COPY,

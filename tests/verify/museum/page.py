@@ -39,11 +39,10 @@ def make_link(source: str) -> str:
 
 def format_period(error: KnownError) -> str:
     """Return when the error came and when it was fixed, as far as it is known."""
+    begin = error.since or "begin not known"
     if error.until.startswith("reported"):
-        return f"begin not known, {error.until}"
-    if error.since is None:
-        return f"begin not known, to {error.until}"
-    return f"{error.since}, to {error.until}"
+        return f"{begin}, {error.until}"
+    return f"{begin}, to {error.until}"
 
 
 def format_method(error: KnownError) -> str:
