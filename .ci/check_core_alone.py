@@ -72,6 +72,7 @@ MISSING = {
     "--profile-iterations 2-3": "training.profiling",
     "--spike-guard skip-step": "training.guard",
     "--straggler-interval 7": "training.stragglers",
+    "--replay-interval 100": "training.replay",
     "--hang-timeout 60": "training.watchdog",
     "--tracker wandb": "training.trackers",
     "--save-retain-interval 5": "interop.translators",

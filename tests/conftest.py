@@ -1,11 +1,13 @@
 """Fixtures that many tests share, and the order in which pytest's workers run the tests."""
 
 import atexit
+import csv
 import gc
 import importlib.util
 import os
 import sys
-from collections.abc import Generator, Iterator
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +19,16 @@ if TYPE_CHECKING:
     from process_pool import ProcessPool
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The tests start some hundred processes that import the package. Without bytecode on the disk, each
+# of them would compile 240 modules.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
-LONG_FOLDERS = ("slurm", "equivalence", "training", "faults", "engine", "examples")
-"""The folders whose tests take longest, in this order. With several workers, they start first."""
+DURATIONS = Path(__file__).with_name("durations.csv")
+"""Seconds of each file and of each slow test, see `.ci/measure_tests.py`."""
+
+UNKNOWN_SECONDS = 20.0
+"""What a file without a row counts."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -59,10 +68,27 @@ def find_folder(node: str) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Start the longest folders first if several workers share the tests."""
+    """Start the longest folders first if several workers share the tests.
+
+    The last ones are short, so the workers end at about the same time.
+    """
     if hasattr(config, "workerinput"):
-        order = {folder: rank for rank, folder in enumerate(LONG_FOLDERS)}
-        items.sort(key=lambda item: order.get(find_folder(item.nodeid), len(order)))
+        seconds = sum_folders(item.nodeid.split("::")[0] for item in items)
+        folders = sorted(seconds, key=lambda folder: (-seconds[folder], folder))
+        order = {folder: rank for rank, folder in enumerate(folders)}
+        items.sort(key=lambda item: order[find_folder(item.nodeid)])
+
+
+def sum_folders(files: Iterable[str]) -> dict[str, float]:
+    """Return the recorded seconds of the folders of some test files."""
+    recorded: Counter[str] = Counter()
+    with open(DURATIONS, newline="") as rows:
+        for name, seconds in csv.reader(rows):
+            recorded[name.split("::")[0]] += float(seconds)
+    total: Counter[str] = Counter()
+    for file in dict.fromkeys(files):
+        total[find_folder(file)] += recorded.get(file, UNKNOWN_SECONDS)
+    return total
 
 
 @pytest.hookimpl(optionalhook=True)

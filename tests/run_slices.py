@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from conftest import LONG_FOLDERS
 from tqdm import tqdm
 
 TESTS = Path(__file__).parent
+LONG_FOLDERS = ("equivalence", "training", "faults", "engine", "examples")
+"""The folders of which each file is a slice."""
 PARTS = {
     "equivalence/test_triples": (
         *("gpt2 and ramp", "gpt2 and curriculum"),
@@ -61,8 +62,8 @@ def list_slices() -> list[Slice]:
 
 def _find_slice(file: Path) -> Path:
     folder = file.relative_to(TESTS).parts[0]
-    # Its tests share one cluster.
-    if folder == "slurm" or (folder not in LONG_FOLDERS and file.parent != TESTS):
+    # The tests of slurm/ share one cluster.
+    if folder not in LONG_FOLDERS and file.parent != TESTS:
         return TESTS / folder
     return file
 

@@ -29,6 +29,7 @@ from megatron.extras.planner.cost.layout import TRAINER, RankLayout
 from megatron.extras.planner.cost.tensors import measure_tensors
 from megatron.extras.training.float8.recipe import GRADIENTS, ROWWISE
 from megatron.extras.training.generate.cached_model import TokenPositions
+from megatron.extras.training.replay.replay import EXCLUDES
 from megatron.extras.training.sources.kinds import SOURCE_KINDS
 from megatron.extras.training.trackers.trackers import TRACKERS
 from megatron.model import flops
@@ -231,6 +232,7 @@ USES: dict[str, list[Callable[[Any], object]]] = {
         lambda value: STRATEGY_STAGES[value],
         lambda value: resolve(with_changes(parallel={"sharding_strategy": value}), 1),
     ],
+    "parallel.replay_action": [lambda value: EXCLUDES[value]],
     "precision.fp8_format": [lambda value: GRADIENTS[value]],
     "precision.fp8_recipe": [lambda value: ROWWISE[value]],
     "logging.log_format": [lambda value: LINE_FORMATS[value]],

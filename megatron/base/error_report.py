@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron.base.durable import replace_file
-from megatron.base.errors import CheckpointError, HungRanksError
+from megatron.base.errors import CheckpointError, FaultyHostError, HungRanksError
 
 FOLDER_VARIABLE = "MEGATRON_ERROR_FOLDER"
 """Environment variable with the folder of the reports. The array task sets it for all ranks."""
@@ -56,7 +56,8 @@ class ErrorReport:
     io_error: int | None = None
     """The errno of the I/O error that caused it, if that can be a fault of the host."""
     hung_hosts: tuple[str, ...] = ()
-    """After a hang, the hosts of the ranks that the others wait for, as the system names them."""
+    """After a hang, the hosts of the ranks that the others wait for, as the system names them.
+    After a difference in a replay, the hosts to exclude."""
 
     def describe(self) -> str:
         """Return one line for people."""
@@ -81,7 +82,7 @@ def build_report(error: BaseException, environment: Mapping[str, str] = os.envir
         kind=type(error).__name__,
         message=str(error),
         io_error=host_io_error(error),
-        hung_hosts=error.hosts if isinstance(error, HungRanksError) else (),
+        hung_hosts=error.hosts if isinstance(error, HungRanksError | FaultyHostError) else (),
     )
 
 

@@ -56,6 +56,16 @@ class TrainingError(MegatronError):
     """Training cannot continue, because of too many NaN losses or a violated invariant."""
 
 
+class FaultyHostError(TrainingError):
+    """A device has computed other numbers than before. The message names the rank."""
+
+    def __init__(self, message: str, hosts: Sequence[str] = ()) -> None:
+        """Create the error with a message and the hosts that must not be used any more."""
+        super().__init__(message)
+        self.hosts = tuple(hosts)
+        """Hosts to exclude. Empty if the user did not ask for it."""
+
+
 class OperationsError(MegatronError):
     """A tool for operating runs has failed, such as a rollback, a sync or a query of the queue."""
 

@@ -24,6 +24,7 @@ from megatron.run.parts import (
     Printer,
     Profiling,
     RankComparison,
+    Replay,
     Tasks,
 )
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from megatron.config.tree import Config
     from megatron.data.indexed import IndexedDataset
     from megatron.data.source_kind import SourceKind
+    from megatron.engine.base import Engine
     from megatron.model.gpt import GPT
     from megatron.observe.block_timer import BlockTimer
     from megatron.observe.report import Sink
@@ -175,6 +177,14 @@ class InstalledParts(Parts):
         from megatron.extras.training.stragglers.stragglers import StragglerWatch
 
         return StragglerWatch(stages, timer, parallel.straggler_interval, parallel.straggler_factor)
+
+    def build_replay(self, plan: Plan, mesh: Mesh, engine: Engine, log: Printer) -> Replay:
+        """Build the comparison of --replay-interval."""
+        if not plan.config.parallel.replay_interval:
+            return Replay()
+        from megatron.extras.training.replay.replay import MicrobatchReplay
+
+        return MicrobatchReplay(plan.config.parallel.replay_action, mesh, engine, log)
 
     def build_trackers(self, config: Config, metrics: Path, log: Printer) -> Sequence[Sink]:
         """Build what sends the numbers of the metrics file to the trackers of --tracker."""

@@ -64,6 +64,12 @@ class ParallelConfig:
     sync_tp_duplicated_parameters: bool = False
     """Repair copies that drifted apart, instead of stopping. The copies of the first rank are
     kept."""
+    replay_interval: Annotated[int, NOT_NEGATIVE] = 0
+    """Compute the first microbatch of a step twice, every this many iterations, and compare what
+    each rank computed, bit for bit. It finds devices that compute wrong numbers. 0: off."""
+    replay_action: Literal["warn", "stop", "exclude"] = "warn"
+    """What a difference between both does: a warning, the end of the run, or its end with a report
+    by which the array task excludes the host."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Communication library. Default: nccl if each rank has a GPU of its own, else gloo."""
     distributed_timeout_minutes: Annotated[float, POSITIVE] = 10.0

@@ -229,8 +229,9 @@ def _split_slices(tensor: Tensor, size: int = _SLICE) -> Iterator[Tensor]:
 
 
 def _view_bits(tensor: Tensor) -> Tensor:
-    """Return the elements of an fp32 or bf16 tensor as integers of their bits."""
-    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.itemsize])
+    """Return the elements of a tensor as integers of their bits."""
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(sizes[tensor.itemsize])
 
 
 def compute_checksum(tensor: Tensor, slice_size: int = _SLICE) -> Tensor:
@@ -240,12 +241,13 @@ def compute_checksum(tensor: Tensor, slice_size: int = _SLICE) -> Tensor:
     first sum. Their positions differ, so they do not cancel in the second.
 
     Args:
-        tensor: A contiguous tensor, fp32 or bf16.
+        tensor: A contiguous tensor.
         slice_size: Number of elements processed at a time. The result does not depend on it.
     """
     total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for number, part in enumerate(_split_slices(tensor, slice_size)):
-        bits = _view_bits(part).long()
+        # A copy, because the product below is in place.
+        bits = _view_bits(part).to(torch.int64, copy=True)
         plain = bits.sum()
         positions = torch.arange(len(bits), device=bits.device)
         weighted = bits.mul_(positions).sum() + number * slice_size * plain

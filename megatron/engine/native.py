@@ -6,7 +6,7 @@ fp32 masters. Autograd accumulates their gradients in fp32.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
@@ -155,10 +155,7 @@ class NativeEngine(EngineBase):
             # As in Megatron-LM, the divisor is the number of this rank's microbatches. With twice
             # as many data-parallel ranks, each has half as many microbatches. Its fp16 gradients
             # are then twice as large before they are averaged, and overflow at half the scale.
-            factor = scale / len(microbatches)
-            inputs = self._build_inputs(microbatches, iteration, training=True)
-            inputs = [replace(each, loss_factor=factor) for each in inputs]
-            loss = self.runner.run(inputs, factor, train=True)
+            loss = self._run_microbatches(microbatches, iteration, scale / len(microbatches))
         with self._timers("optimizer"):
             result = self._apply_gradients(loss, scale, (lr, decoupled_lr), recorder, accept, vote)
             chosen = self._experts.end_step(len(microbatches), applied=result.applied)
@@ -168,6 +165,44 @@ class NativeEngine(EngineBase):
             for stage in self.stages:
                 stage.zero_grad(set_to_none=True)
         return result
+
+    def _run_microbatches(
+        self, microbatches: Sequence[Microbatch], iteration: int, factor: float
+    ) -> Tensor:
+        """Compute the gradients of `factor` x the losses, and return this rank's mean loss."""
+        inputs = self._build_inputs(microbatches, iteration, training=True)
+        inputs = [replace(each, loss_factor=factor) for each in inputs]
+        return self.runner.run(inputs, factor, train=True)
+
+    def compute_and_drop_gradients(
+        self,
+        microbatches: Sequence[Microbatch],
+        iteration: int,
+        observe: Callable[[str, Tensor], None],
+    ) -> None:
+        """Compute the gradients of the first microbatch of a step, and drop them.
+
+        The step that follows gives the same bits as without it.
+
+        Args:
+            microbatches: This rank's microbatches of the step.
+            iteration: The iteration of the step.
+            observe: Called with the name and this rank's value of the loss and of each gradient.
+        """
+        for stage in self._rank_stages:
+            stage.model.train()
+            # An evaluation leaves weights gathered. Each call must gather them again.
+            if stage.sharded is not None:
+                stage.sharded.drop_gathered()
+        self._prepare_step(iteration, len(microbatches))
+        factor = self._get_scale() / len(microbatches)
+        observe("loss", self._run_microbatches(microbatches[:1], iteration, factor))
+        for master in self._masters:
+            gradient = master.model_parameter.grad
+            assert gradient is not None, f"{master.name} got no gradient"
+            observe(f"gradient of {master.name}", self._get_local_tensor(gradient))
+        for model in self.stages:
+            model.zero_grad(set_to_none=True)
 
     def _prepare_step(self, iteration: int | None, microbatches: int) -> None:
         """Prepare the layers for the weights of this step. A subclass may need it.

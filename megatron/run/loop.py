@@ -42,7 +42,8 @@ def train(run: Run) -> StopReason:
 
     Raises:
         TrainingError: Too many iterations in a row were not finite, replicas of a parameter differ,
-            a number to be stored is not finite, or the spike guard finds that the run has diverged.
+            a number to be stored is not finite, the spike guard finds that the run has diverged, or
+            a replay differs and must end the run.
         DataError: A data file or an index has changed since the start, or a batch cannot be read.
         CheckpointError: A checkpoint could not be written.
     """
@@ -294,6 +295,9 @@ def train_iteration(run: Run) -> None:
     # as in Megatron. With --train-time the next rate is not known yet, and both are the same.
     iteration = state.iteration + 1
     rate = state.compute_learning_rate(plan.lr_schedule)
+    if is_due(plan.config.parallel.replay_interval, state.iteration, iteration):
+        with run.step_clock.pause():
+            run.replay.check(microbatches, iteration)
     with run.stragglers.measure(iteration):
         result = run.engine.train_batch(
             microbatches,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megatron.config.config_with_origin import ConfigWithOrigin
     from megatron.config.logging import LoggingConfig
     from megatron.config.tree import Config
+    from megatron.data.batches import Microbatch
     from megatron.data.indexed import IndexedDataset
     from megatron.data.source_kind import SourceKind
     from megatron.engine.base import Accept, Engine, StepResult
@@ -188,6 +189,17 @@ class RankComparison:
         return None
 
 
+class Replay:
+    """Computes a microbatch twice, and compares what each rank computed."""
+
+    def check(self, microbatches: Sequence[Microbatch], iteration: int) -> None:
+        """Compare two computations of the first microbatch of a step. All ranks call it together.
+
+        Raises:
+            FaultyHostError: They differ, and the run must end. Every rank raises it.
+        """
+
+
 class Tasks:
     """Tasks that are evaluated while the run trains."""
 
@@ -268,6 +280,10 @@ class Parts:
         """Build the comparison of --straggler-interval, which times the blocks of the stages."""
         return RankComparison()
 
+    def build_replay(self, plan: Plan, mesh: Mesh, engine: Engine, log: Printer) -> Replay:
+        """Build the comparison of --replay-interval."""
+        return Replay()
+
     def build_trackers(self, config: Config, metrics: Path, log: Printer) -> Sequence[Sink]:
         """Build what sends the numbers of the metrics file to the trackers of --tracker."""
         return ()
@@ -331,6 +347,7 @@ def check_parts(context: PartsContext) -> Iterator[Finding]:
         (config.batch.eval_tasks, "eval-tasks", "training.scoring"),
         (parallel.hang_timeout, "hang-timeout", "training.watchdog"),
         (compares, "straggler-interval", "training.stragglers"),
+        (parallel.replay_interval, "replay-interval", "training.replay"),
         (logging.tracker, "tracker", "training.trackers"),
         (logging.codecarbon_dir, "codecarbon-dir", "training.trackers"),
         (logging.verification, "verification", "planner.verify"),

@@ -16,7 +16,7 @@ from megatron.plan.run_plan import Plan
 from megatron.run.clock import RunClock, StepClock
 from megatron.run.divergence import DivergenceWatch
 from megatron.run.exits import Exits
-from megatron.run.parts import Exporter, Guard, Profiling, RankComparison, Tasks
+from megatron.run.parts import Exporter, Guard, Profiling, RankComparison, Replay, Tasks
 from megatron.run.report import Reporter
 from megatron.run.start.data_files import DataFiles
 from megatron.run.state import TrainState
@@ -45,6 +45,8 @@ class Run:
     """With --profile-iterations or --memory-snapshot."""
     stragglers: RankComparison = field(default_factory=RankComparison)
     """With --straggler-interval and several ranks."""
+    replay: Replay = field(default_factory=Replay)
+    """With --replay-interval."""
     exporter: Exporter = field(default_factory=Exporter)
     """Only on rank 0, with --hf-export-interval."""
     tasks: Tasks = field(default_factory=Tasks)

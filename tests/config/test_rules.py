@@ -183,6 +183,10 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ),
     ({**COMPLETEP, "init_method_std": "small"}, "and so does --init-method-std small"),
     ({**COMPLETEP, "deepspeed": True}, "leave out --deepspeed"),
+    (
+        {"replay_interval": 100, "deepspeed": True},
+        "--deepspeed and --replay-interval 100 exclude each other",
+    ),
     ({"base_width": 0}, "--base-width 0 must be at least 1"),
     ({"qk_norm": "full"}, "--qk-norm full needs --normalization RMSNorm, not LayerNorm"),
     ({"goldfish_k": 1, "goldfish_loss": True}, "--goldfish-k 1 must be at least 2"),
@@ -518,6 +522,10 @@ UNUSUAL: list[tuple[dict[str, object], str]] = [
     (
         {"profile_ranks": (0, 3)},
         "--profile-ranks 0 3 has no effect without --profile-iterations or --memory-snapshot.",
+    ),
+    (
+        {"replay_action": "stop"},
+        "--replay-action stop has no effect without --replay-interval.",
     ),
     (
         {"memory_snapshot_iterations": (3,)},

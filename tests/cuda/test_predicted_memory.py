@@ -297,7 +297,28 @@ def check(job: Job, on_fake_gpu: Call) -> None:
     assert predicted == pytest.approx(measured, rel=0.02)
 
 
-@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+ONCE_MORE = {
+    "ZeRO 3",
+    "GPipe",
+    "recomputation, inputs in host memory",
+    "large vocabulary",
+    "kernels of blocks, grouped queries",
+    "grouped queries, sliding window",
+    "shared sequences, core recomputed",
+    "float8, ZeRO 1",
+    "float8, one GPU, fused gradients",
+    "experts, recomputed",
+}
+"""Jobs whose features others of `JOBS` have too, together with more."""
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(job, id=name, marks=pytest.mark.full if name in ONCE_MORE else ())
+        for name, job in JOBS.items()
+    ],
+)
 def test_predicted_tensors_are_those_of_a_step(job: Job, on_fake_gpu: Call):
     check(job, on_fake_gpu)
 

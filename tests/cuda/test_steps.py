@@ -225,7 +225,7 @@ def test_one_kernel_computes_the_attention_of_all_documents(on_fake_gpu: Call):
     [
         ("auto", BF16, "flash"),
         ("fused flash efficient unfused", BF16, "cudnn"),
-        ("efficient flash", BF16, "efficient"),
+        pytest.param("efficient flash", BF16, "efficient", marks=pytest.mark.full),
         ("flash fused", BF16 + "--position-embedding-type alibi", "cudnn"),
         ("fused efficient", "", "efficient"),
     ],
@@ -247,9 +247,14 @@ def test_attention_takes_the_first_possible_kernel(
     check_waits(on_fake_gpu(run_case, replace(case, steps=2)))
 
 
-@pytest.mark.parametrize("compiled", ["", " --use-torch-compile"])
 @pytest.mark.parametrize(
-    ("backends", "kernel"), [("flash fused", "flash"), ("fused flash efficient unfused", "cudnn")]
+    ("backends", "kernel", "compiled"),
+    [
+        ("flash fused", "flash", ""),
+        ("fused flash efficient unfused", "cudnn", " --use-torch-compile"),
+        pytest.param("flash fused", "flash", " --use-torch-compile", marks=pytest.mark.full),
+        pytest.param("fused flash efficient unfused", "cudnn", "", marks=pytest.mark.full),
+    ],
 )
 def test_the_first_call_of_a_process_takes_the_chosen_kernel(
     backends: str, kernel: str, compiled: str, on_fake_gpu: Call
@@ -275,10 +280,10 @@ def test_an_impossible_kernel_is_refused_at_the_start(on_fake_gpu: Call):
 @pytest.mark.parametrize(
     ("flags", "world_size", "microbatches"),
     [
-        ("", 1, 4),
+        pytest.param("", 1, 4, marks=pytest.mark.full),
         ("--tensor-model-parallel-size 2 --sequence-parallel --checkpoint-activations", 2, 4),
         # A backward pass of these sends its gradients away, so each begins with new ones.
-        ("--zero-stage 2", 2, 1),
+        pytest.param("--zero-stage 2", 2, 1, marks=pytest.mark.full),
         ("--zero-stage 3 --checkpoint-activations", 2, 1),
     ],
     ids=["one GPU", "SP, recomputed", "ZeRO 2", "ZeRO 3, recomputed"],

@@ -262,7 +262,7 @@ def test_steps_of_any_shape_equal_one_process(
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
-        (2, "--pipeline-model-parallel-size 2"),
+        pytest.param(2, "--pipeline-model-parallel-size 2", marks=pytest.mark.full),
         (2, VIRTUAL),
         (4, "--pipeline-model-parallel-size 2 --zero-stage 3"),
         pytest.param(4, "--pipeline-model-parallel-size 2 --zero-stage 2", marks=pytest.mark.full),

@@ -1,5 +1,7 @@
 """Tests that the plan's estimate of the optimizer's states is the size of the real ones."""
 
+from itertools import product
+
 import pytest
 import torch
 from process_pool import ProcessPool, succeed
@@ -45,10 +47,28 @@ def measure_states(argv: list[str]) -> tuple[int, int]:
     return mesh.coordinate.pipeline, sum(state.nbytes for state in states)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+OPTIMIZERS = (
+    "adam --exp-avg-dtype bf16",
+    "ademamix",
+    "muon --exp-avg-sq-dtype bf16 --adam-beta2 0.95",
+)
+SHORT = {
+    (OPTIMIZERS[0], "tp2-pp2"),
+    (OPTIMIZERS[0], "dp4-hsdp"),
+    (OPTIMIZERS[1], "dp4-zero3"),
+    (OPTIMIZERS[2], "one process"),
+    (OPTIMIZERS[2], "tp2-pp2"),
+    (OPTIMIZERS[2], "dp4-hsdp"),
+}
+"""The short suite has each optimizer and each layout, and all layouts of which states differ."""
+
+
 @pytest.mark.parametrize(
-    "optimizer",
-    ["adam --exp-avg-dtype bf16", "ademamix", "muon --exp-avg-sq-dtype bf16 --adam-beta2 0.95"],
+    ("optimizer", "layout"),
+    [
+        pytest.param(*each, marks=() if each in SHORT else pytest.mark.full)
+        for each in product(OPTIMIZERS, LAYOUTS)
+    ],
 )
 def test_the_estimate_is_the_size_of_the_states(
     optimizer: str, layout: str, pool: ProcessPool

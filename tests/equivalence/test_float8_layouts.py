@@ -109,7 +109,6 @@ LAYOUTS = [
         4,
         "--sharding-strategy hsdp --hsdp-shard-size 2 --micro-batch-size 1",
         "--micro-batch-size 1",
-        short=True,
     ),
     Layout("CP 2", 2, CP2, other_attention=True),
     Layout("CP 2, a2a", 2, f"{CP2} --cp-comm-type a2a"),

@@ -67,7 +67,7 @@ def full(*case: object) -> object:
         ("olmo", 4, f"{TWO_BY_TWO} --pipeline-model-parallel-size 2 --checkpoint-activations"),
         ("apertus", 4, f"{TWO_BY_TWO} --zero-stage 3"),
         full("neox", 2, "--tensor-model-parallel-size 2 --micro-batch-size 1"),
-        ("multi-query", 4, f"{TWO_BY_TWO} --zero-stage 3"),
+        full("multi-query", 4, f"{TWO_BY_TWO} --zero-stage 3"),
         full("multi-query", 4, f"{TWO_BY_TWO} --pipeline-model-parallel-size 2"),
         full("multi-query", 2, "--tensor-model-parallel-size 2 --use-torch-compile"),
         full("multi-query", 2, "--tensor-model-parallel-size 2 --deepspeed"),

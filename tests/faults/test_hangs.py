@@ -255,7 +255,7 @@ def test_rank_whose_files_hang_is_named(
     ("layout", "victim"),
     [
         pytest.param("--zero-stage 1", 2, marks=FULL),
-        ("--zero-stage 3", 1),
+        pytest.param("--zero-stage 3", 1, marks=FULL),
         ("--tensor-model-parallel-size 2 --zero-stage 3", 2),
     ],
 )

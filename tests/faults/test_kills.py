@@ -28,7 +28,8 @@ LAYOUTS = (
     (4, "--sharding-strategy hsdp --hsdp-shard-size 2 --micro-batch-size 1"),
 )
 ATTEMPTS = 40
-SHORT = (0, 1, 2, 3, 4)
+SHORT = (0, 3, 4)
+"""The seeds of the short suite: ranks that share nothing else, four in both directions, copies."""
 SEEDS = [
     seed if seed in SHORT else pytest.param(seed, marks=pytest.mark.full) for seed in range(30)
 ]

@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "train/tiny/tiny.slurm"
 BOUND_SECONDS = 240.0
 SAVED = "successfully saved checkpoint at iteration"
+TWO_RANKS = "--ntasks-per-node=1"
+"""Starts half of the script's ranks, for tests of what the array tasks do around a training."""
 
 
 @dataclass(frozen=True)
@@ -176,19 +178,20 @@ def test_training_survives_a_killed_rank_a_lost_node_and_a_signal(
     tiny: TinyRun, uninterrupted: Callable[[int], dict[int, tuple[float, float]]]
 ) -> None:
     """The curve equals that of an uninterrupted run, and the dependent job continues it."""
-    samples = 64 + 16 * 42
+    # The signal comes after iteration 15 or 20, and must not find a complete training.
+    samples = 64 + 16 * 32
     job = tiny.submit(TRAIN_SAMPLES=str(samples), EXIT_INTERVAL="100000")
     after = tiny.submit(
         f"--dependency=afterany:{job}", TRAIN_SAMPLES=str(samples), EXIT_INTERVAL="100000"
     )
-    tiny.wait_for_line(SAVED, 2)
+    tiny.wait_for_line(SAVED, 1)
     os.kill(tiny.pids(job, "n2")[0], signal.SIGKILL)
     tiny.wait_for_line(f"array task {job} starts the training again, restart 1 of 5 within 6 h")
     tiny.wait_for_line("successfully loaded checkpoint", 1)
-    tiny.wait_for_line(SAVED, 4)
+    tiny.wait_for_line(SAVED, 2)
     tiny.cluster.run("scontrol", "update", "nodename=n1", "state=down", "reason=test")
     tiny.wait_for_line("successfully loaded checkpoint", 2)
-    tiny.wait_for_line(SAVED, 6)
+    tiny.wait_for_line(SAVED, 4)
     assert "(Dependency)" in tiny.cluster.run("squeue", "--noheader", "--job", after)
     tiny.cluster.run("scancel", "--signal=USR1", job)
     tiny.wait_for_line("received a signal to stop")
@@ -198,13 +201,13 @@ def test_training_survives_a_killed_rank_a_lost_node_and_a_signal(
         in tiny.main_log()
     )
     tiny.wait_for_end(after)
-    assert "training is complete at iteration 50" in tiny.main_log()
+    assert "training is complete at iteration 40" in tiny.main_log()
     starts = [
         (attempt["job"], attempt["restart"], attempt["is_restart"]) for attempt in tiny.attempts()
     ]
     assert starts == [(job, 0, False), (job, 0, True), (job, 1, False), (after, 0, False)]
     curve = tiny.curve()
-    assert len(curve) == 50
+    assert len(curve) == 40
     assert curve == uninterrupted(samples)
 
 
@@ -241,7 +244,7 @@ def test_loop_of_crashes_ends_the_array(tiny: TinyRun) -> None:
 
 
 def test_error_that_needs_a_person_ends_the_array(tiny: TinyRun) -> None:
-    job = tiny.submit("--array=1-9%1", MICRO_BATCH_SIZE="7")
+    job = tiny.submit("--array=1-9%1", TWO_RANKS, MICRO_BATCH_SIZE="7")
     tiny.wait_for_end(job)
     assert "ALERT" in tiny.main_log()
     assert "an error that a person must fix: ConfigError" in tiny.main_log()
@@ -249,13 +252,13 @@ def test_error_that_needs_a_person_ends_the_array(tiny: TinyRun) -> None:
 
 
 def test_kill_switch_ends_the_array(tiny: TinyRun) -> None:
-    job = tiny.submit("--array=1-9%1", TRAIN_SAMPLES="6400", EXIT_INTERVAL="100000")
+    job = tiny.submit("--array=1-9%1", TWO_RANKS, TRAIN_SAMPLES="6400", EXIT_INTERVAL="100000")
     tiny.wait_for_line(SAVED, 1)
     (tiny.folder / "kill-switch").touch()
     tiny.wait_for_end(job)
     assert "Detected kill switch" in tiny.main_log()
     assert len(tiny.attempts()) == 1
-    again = tiny.submit("--array=1-9%1")
+    again = tiny.submit("--array=1-9%1", TWO_RANKS)
     tiny.wait_for_end(again)
     assert "nothing starts until it is removed" in tiny.main_log()
     assert len(tiny.attempts()) == 2

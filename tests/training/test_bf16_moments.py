@@ -17,7 +17,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["stages", pytest.param("shards", marks=pytest.mark.full), "copies"]
+)
 def test_a_resumed_run_has_the_same_bits(layout: str, run: Runner, other: Runner) -> None:
     ranks, flags = LAYOUTS[layout]
     flags = f"{flags} {BF16} --train-iters 5"

@@ -237,7 +237,14 @@ def single(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFact
     return alone
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        # The largest layout has all that the others have.
+        pytest.param(layout, marks=() if layout == "tp2-dp2-zero3" else pytest.mark.full)
+        for layout in LAYOUTS
+    ],
+)
 def test_layouts_train_like_one_process(run: Runner, single: Runner, layout: str) -> None:
     ranks, flags = LAYOUTS[layout]
     run(f"{CURRICULUM} {flags}", ranks=ranks)

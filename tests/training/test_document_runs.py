@@ -19,7 +19,9 @@ def curve(run: Runner) -> list[float]:
     return [entry["lm_loss"] for entry in run.metrics()]
 
 
-@pytest.mark.parametrize("positions", ["absolute", "rotary", "alibi"])
+@pytest.mark.parametrize(
+    "positions", ["absolute", pytest.param("rotary", marks=pytest.mark.full), "alibi"]
+)
 def test_grid_trains_like_one_process(
     positions: str, pool: ProcessPool, corpus: str, tmp_path: Path
 ) -> None:
@@ -41,7 +43,7 @@ def test_grid_trains_like_one_process(
 @pytest.mark.parametrize(
     ("flags", "ranks"),
     [
-        ("--micro-batch-size 1", 1),
+        pytest.param("--micro-batch-size 1", 1, marks=pytest.mark.full),
         ("--tensor-model-parallel-size 2 --sequence-parallel --checkpoint-activations", 2),
         (
             "--micro-batch-size 1 --pipeline-model-parallel-size 2 --recompute-attention-core "

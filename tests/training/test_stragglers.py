@@ -56,7 +56,7 @@ def read_comparisons(run: Runner) -> dict[int, dict[str, Any]]:
     ("layout", "slow"),
     [
         ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 2),
-        ("--pipeline-model-parallel-size 4 --global-batch-size 8", 1),
+        pytest.param("--pipeline-model-parallel-size 4 --global-batch-size 8", 1, marks=FULL),
         pytest.param("--zero-stage 3 --global-batch-size 8", 3),
         pytest.param("--zero-stage 1 --global-batch-size 8", 0, marks=FULL),
         pytest.param(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tiny_corpus import MERGES, VOCAB
-from verify.mutation import INVARIANTS, ITERATIONS, MODEL
+from verify.mutation import ITERATIONS, MODEL, RUN_CHECKS
 from verify.mutations import MUTATIONS
 from verify.random_runs import draw_run, draw_triple
 from verify.verifier import Verifier
@@ -222,8 +222,9 @@ def test_ranks_of_a_sequence_equal_one_process(name: str, verifier: Verifier) ->
 def test_a_known_error_is_found(number: int, verifier: Verifier) -> None:
     report = verifier.run_mutation(number)
     assert not report["verified"]
-    if MUTATIONS[number].caught_by == INVARIANTS:
-        assert "replicated state differs" in report["errors"][0]
+    if MUTATIONS[number].caught_by in RUN_CHECKS:
+        _, error = RUN_CHECKS[MUTATIONS[number].caught_by]
+        assert error in report["errors"][0]
         return
     assert report["failed"] == MUTATIONS[number].caught_by
     assert str(report["first_difference"]).startswith(MUTATIONS[number].first)

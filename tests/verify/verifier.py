@@ -9,7 +9,7 @@ from typing import Any
 
 from process_pool import start_fork_server
 from tiny_corpus import MERGES, VOCAB
-from verify.mutation import INVARIANTS, ITERATIONS, MODEL, wrap
+from verify.mutation import ITERATIONS, MODEL, RUN_CHECKS, wrap
 from verify.mutations import MUTATIONS
 
 
@@ -19,12 +19,12 @@ def verify_in_this_process(
     mutation: int | None,
     result: Path,
     *,
-    check_replicas: bool,
+    check: str | None,
     processes: int,
 ) -> None:
     """Verify a command line, with a mutation of the package, and write the report.
 
-    With `check_replicas`, the copy also compares its replicas after each iteration, as a run does.
+    With `check`, the copy also has this check of a run, which reduced copies turn off.
     """
     import torch
 
@@ -36,8 +36,8 @@ def verify_in_this_process(
     began = time.monotonic()
     preload()
     plan, _ = resolve_command(VerifyArguments(world_size=world_size), flags.split())
-    if check_replicas:
-        compare_replicas_of_copies()
+    if check is not None:
+        turn_on(check)
     if mutation is not None:
         MUTATIONS[mutation].apply()
     report = build_report(plan, verify(plan, train, most_processes=processes))
@@ -45,14 +45,15 @@ def verify_in_this_process(
     result.write_text(json.dumps(report))
 
 
-def compare_replicas_of_copies() -> None:
-    """Give reduced copies --check-invariants-interval 1. Without this, they compare nothing."""
+def turn_on(check: str) -> None:
+    """Give reduced copies a check of `RUN_CHECKS`."""
     from megatron.extras.planner.verify import reduction
 
+    settings, _ = RUN_CHECKS[check]
     wrap(
         reduction,
         "_reduce_parallel",
-        lambda reduce: lambda *args: reduce(*args) | {"parallel.check_invariants_interval": 1},
+        lambda reduce: lambda *args: reduce(*args) | settings,
     )
 
 
@@ -79,7 +80,7 @@ class Verifier:
         world_size: int,
         mutation: int | None = None,
         *,
-        check_replicas: bool = False,
+        check: str | None = None,
         processes: int = 8,
     ) -> dict[str, Any]:
         """Return the report of the flags, which are added to those of the small model."""
@@ -88,7 +89,7 @@ class Verifier:
         process = self._context.Process(
             target=verify_in_this_process,
             args=(f"{MODEL} {flags}", world_size, mutation, result),
-            kwargs={"check_replicas": check_replicas, "processes": processes},
+            kwargs={"check": check, "processes": processes},
         )
         process.start()
         process.join()
@@ -115,6 +116,6 @@ class Verifier:
             flags,
             mutation.world_size,
             None if healthy else number,
-            check_replicas=mutation.caught_by == INVARIANTS,
+            check=mutation.caught_by if mutation.caught_by in RUN_CHECKS else None,
             processes=mutation.processes,
         )

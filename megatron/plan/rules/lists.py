@@ -148,6 +148,10 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         layout.check_sharding_strategy, "parallel.sharding_strategy", "parallel.hsdp_shard_size"
     ),
     if_given(numbers.check_grad_reduction, "parallel.grad_reduce_in_bf16"),
+    OneOf(
+        ("parallel.deepspeed", "parallel.replay_interval"),
+        ": the engine of DeepSpeed cannot compute a microbatch twice",
+    ),
     if_given(curriculum.check_curriculum_flags, *_list_fields("curriculum.")),
     if_given(data.check_end_of_document_is_known, *data.DOCUMENT_FLAGS),
     if_given(layout.check_one_partition_method, "parallel.num_layers_per_virtual_pipeline_stage"),
@@ -216,6 +220,11 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         *("data.dataset_format", ": prepared data have ids", "tokenizer.special_tokens_in_text")
     ),
     no_effect_without("parallel.deepspeed", "", "parallel.deepspeed_config"),
+    no_effect(
+        "without --replay-interval",
+        lambda config: config.parallel.replay_interval == 0,
+        "parallel.replay_action",
+    ),
     no_effect(
         "without --context-parallel-size",
         lambda config: config.parallel.context_parallel_size == 1,

@@ -351,6 +351,7 @@ def build_run(
         saver=saver,
         profiling=parts.build_profiling(plan, mesh, reporter.log),
         stragglers=parts.build_stragglers(plan, mesh, engine.stages, timers.blocks),
+        replay=parts.build_replay(plan, mesh, engine, reporter.log),
         exporter=exporter,
         guard=parts.load_guard().build(plan, state, mesh, reporter.log),
         training_data=uses,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from verify.expert_mutations import BIAS, EP
-from verify.mutation import INVARIANTS, NO_DROPOUT, PP, SP, TP, Mutation, wrap
+from verify.mutation import INVARIANTS, NO_DROPOUT, PP, REPLAY, SP, TP, Mutation, wrap
 
 CLIPPED = f"--clip-grad 0.1 {NO_DROPOUT}"
 """The norm of each step is above this."""
@@ -257,6 +257,14 @@ MUSEUM_MUTATIONS = [
         2,
         leave_tied_copy_unclipped,
         caught_by=INVARIANTS,
+    ),
+    Mutation(
+        "a gradient is sent before it is complete",
+        "NVIDIA/Megatron-LM#3693",
+        NO_DROPOUT,
+        2,
+        lose_gradient_at_random,
+        caught_by=REPLAY,
     ),
     Mutation(
         "the norm of the embedding decays",

@@ -7,7 +7,7 @@ from verify.museum.errors import ERRORS, KnownError, Method
 
 BEGIN = "<!-- museum -->"
 END = "<!-- end of museum -->"
-WAITING = (Method.TYPES, Method.REPLAY)
+WAITING = (Method.TYPES,)
 """Methods that are not in a released command yet."""
 
 

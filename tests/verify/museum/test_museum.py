@@ -5,7 +5,6 @@ Errors that a reduced copy or the comparison of replicas finds are run with the 
 UPDATE_GOLDEN=1 writes the tables of the page again.
 """
 
-import dataclasses
 import os
 import re
 from pathlib import Path
@@ -22,13 +21,12 @@ from convert.other_trainers import (
 )
 from verify.museum.errors import ERRORS, KnownError, Method
 from verify.museum.page import BEGIN, END, WAITING, format_tables
-from verify.mutation import INVARIANTS, ITERATIONS, MODEL
+from verify.mutation import INVARIANTS, ITERATIONS, MODEL, REPLAY
 from verify.mutations import MUTATIONS
 from verify.test_recorded_step import record
 
 from megatron.commands import verify
 from megatron.commands.verify import VerifyArguments, resolve_command
-from megatron.config.parallel import ParallelConfig
 from megatron.extras.interop.commands import convert_checkpoint
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "known_errors.md"
@@ -54,9 +52,13 @@ def test_a_copy_finds_the_error_by_the_comparison_of_the_table(error: KnownError
     assert (PLANTED[error.mutation].caught_by == error.expected) == (not error.missed)
 
 
-@pytest.mark.parametrize("error", choose(Method.INVARIANTS), ids=lambda error: error.mutation)
-def test_the_comparison_of_replicas_runs_the_error(error: KnownError) -> None:
-    assert PLANTED[error.mutation].caught_by == INVARIANTS
+@pytest.mark.parametrize(
+    "error", choose(Method.INVARIANTS) + choose(Method.REPLAY), ids=lambda error: error.mutation
+)
+def test_a_check_of_the_run_finds_the_error(error: KnownError) -> None:
+    """`test_a_known_error_is_found` runs it, and requires the error of this check."""
+    key = {Method.INVARIANTS: INVARIANTS, Method.REPLAY: REPLAY}[error.method]
+    assert PLANTED[error.mutation].caught_by == key
 
 
 @pytest.mark.parametrize("error", choose(Method.RULE), ids=lambda error: error.mutation)
@@ -110,15 +112,6 @@ def test_types_name_the_error(error: KnownError) -> None:
     if not hasattr(VerifyArguments(), "types"):
         pytest.skip("tools/verify.py has no --types yet")
     pytest.fail(f"run {PLANTED[error.mutation].flags} with --types, and look for {error.expected}")
-
-
-@pytest.mark.parametrize("error", choose(Method.REPLAY), ids=lambda error: error.mutation)
-def test_a_second_computation_shows_the_error(error: KnownError) -> None:
-    """The mutation is `lose_gradient_at_random`."""
-    fields = {field.name for field in dataclasses.fields(ParallelConfig)}
-    if "replay_interval" not in fields:
-        pytest.skip("a run has no --replay-interval yet")
-    pytest.fail(f"run with --replay-interval 1, and look for {error.expected}")
 
 
 def test_the_page_has_the_errors_of_the_table() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.error_report import FOLDER_VARIABLE, ErrorReport
-from megatron.base.errors import HungRanksError
+from megatron.base.errors import FaultyHostError, HungRanksError
 from megatron.base.outside_file import load_json, open_regular
 from megatron.checkpoint.lease import RESTART_VARIABLE
 from megatron.extras.operations.slurm import client, node_report
@@ -297,7 +297,7 @@ class TrainingStarts:
             reports: The reports, at least one, and none of a hang.
             hosts: The hosts of the training.
         """
-        bad = hosts_at_fault(list(reports), len(hosts))
+        bad = hosts_at_fault(list(reports), len(hosts)) or self._find_faulty_hosts(reports, hosts)
         if not bad:
             io_hosts = sorted({report.host for report in reports if report.io_error is not None})
             if len(io_hosts) > 1:
@@ -315,9 +315,7 @@ class TrainingStarts:
                 f"the training ended with an error that a person must fix: {described}{shared}"
             )
             return StartEnd(TaskOutcome.NEEDS_PEOPLE, described)
-        described = "; ".join(
-            f"node {host} had an I/O error: {reason}" for host, reason in bad.items()
-        )
+        described = "; ".join(f"node {host} is excluded: {reason}" for host, reason in bad.items())
         if self._signals.received:
             # The job is not requeued here. A requeue would bring back a job that somebody
             # cancelled.
@@ -325,6 +323,24 @@ class TrainingStarts:
             return StartEnd(TaskOutcome.ENDED_BY_SLURM, described)
         self._remove_hosts(bad)
         return StartEnd(TaskOutcome.BAD_NODES, described)
+
+    def _find_faulty_hosts(
+        self, reports: Sequence[ErrorReport], hosts: Mapping[str, int]
+    ) -> dict[str, str]:
+        """Return the hosts that a replay names, each with the reason.
+
+        It is empty if they are more than half of several hosts. Another cause is more probable
+        then, such as a driver.
+        """
+        faulty = [report for report in reports if report.kind == FaultyHostError.__name__]
+        named = [host for report in faulty[:1] for host in report.hung_hosts]
+        bad = {
+            node_report.find_slurm_name(host, list(hosts)): "a replay gave other numbers on it"
+            for host in named
+        }
+        if len(hosts) > 1 and 2 * len(bad) > len(hosts):
+            return {}
+        return bad
 
     def _follow_hang(self, hangs: Sequence[ErrorReport], hosts: Mapping[str, int]) -> StartEnd:
         """Count the hang for the hosts that it names, and exclude those that hung before.

@@ -176,6 +176,7 @@ def build_cost_json(plan: Plan, hardware: Hardware, options: CostOptions) -> dic
         "memory_bytes_by_pipeline_rank": [rank.total for rank in prediction.memory],
         "memory_bytes_by_kind": vars(max(prediction.memory, key=lambda rank: rank.total)),
         **build_verdict_json(prediction),
+        "replay_share": _compute_replay_share(plan, prediction),
         "goodput": vars(goodput),
         "run": None
         if run is None
@@ -232,6 +233,7 @@ def format_cost(
             f"{100 * prediction.compute_mfu(causal=False):.1f} % with full attention, "
             f"{100 * prediction.compute_mfu(causal=True):.1f} % with causal attention",
         ),
+        *_format_replay(plan, prediction),
         *_format_loads(plan, hardware),
         *_format_memory(prediction),
         *format_assumed("  assumed", assumed),
@@ -239,6 +241,29 @@ def format_cost(
         *_format_run(plan, prediction, goodput, options),
     ]
     return lines
+
+
+def _compute_replay_share(plan: Plan, prediction: StepPrediction) -> float | None:
+    """Return which part of the steps' time replays take. None without them."""
+    interval = plan.config.parallel.replay_interval
+    if not interval:
+        return None
+    return prediction.estimate_replay_seconds() / (interval * prediction.seconds)
+
+
+def _format_replay(plan: Plan, prediction: StepPrediction) -> list[str]:
+    """Return a row about the time of replays."""
+    share = _compute_replay_share(plan, prediction)
+    if share is None:
+        return []
+    return [
+        _format_row(
+            "  replay",
+            f"{prediction.estimate_replay_seconds():,.3g} s every "
+            f"{plan.config.parallel.replay_interval:,} iterations, which is {100 * share:.2g} % of "
+            "their time. It needs no memory beyond that of a step",
+        )
+    ]
 
 
 def _format_loads(plan: Plan, hardware: Hardware) -> list[str]:

@@ -143,6 +143,8 @@ class _RankPeak:
         self._holds_outside = self._fsdp and (self._half or self._reduces_each)
         """The same for other gradients, which are never fused."""
         self._float8 = software.float8
+        # The cache computes a hash of all fields of the shape at each call.
+        self._kind_of_layer = _list_kinds(shape)
         self._kinds = self._measure(software)
         self._tensors = next(iter(self._kinds.values()))
         """Those outside of layers are the same for all kinds."""
@@ -165,14 +167,14 @@ class _RankPeak:
                 windowed=kind[0],
                 experts=kind[1],
             )
-            for kind in sorted(set(_list_kinds(self._shape)))
+            for kind in sorted(set(self._kind_of_layer))
         }
 
     def _get_tensors(self, layer: int) -> TensorSizes:
         kinds = self._kinds
         if self._float8 is not None and not self._float8.covers(layer):
             kinds = self._plain
-        return kinds[_list_kinds(self._shape)[layer]]
+        return kinds[self._kind_of_layer[layer]]
 
     def _is_recomputed(self, layer: int) -> bool:
         share = self._layout.layers_recomputed

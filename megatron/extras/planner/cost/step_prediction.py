@@ -299,6 +299,15 @@ class StepPrediction:
         """Seconds of the step."""
         return self.pipeline_seconds + self._fixed_seconds
 
+    def estimate_replay_seconds(self) -> float:
+        """Seconds of a replay (--replay-interval): two passes of one microbatch.
+
+        Each also reduces its gradients. A replay needs no more memory than a step.
+        """
+        layout = self.job.layout
+        one = StepPrediction(replace(self.job, batch_size=layout.micro_batch * layout.data))
+        return 2 * (one.pipeline_seconds + one.data_parallel.waited)
+
     def compute_mfu(self, *, causal: bool) -> float:
         """Return the model FLOPs relative to the peak of the precision, from 0 to 1."""
         peak = self.job.hardware.get_peak(half=self.job.software.half)

@@ -333,6 +333,7 @@ def _reduce_parallel(plan: Plan, grid: Grid) -> Values:
         "parallel.distributed_backend": "gloo",
         "parallel.distributed_timeout_minutes": 2.0,
         "parallel.straggler_interval": 0,
+        "parallel.replay_interval": 0,
     }
     if plan.copies > 1 and plan.shard_size > 1:
         # If the ranks of a sequence do not hold several copies, they do not in the copy.

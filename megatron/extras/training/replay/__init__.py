@@ -1,0 +1,1 @@
+"""Compute a microbatch twice during training, and find the rank that computes other numbers."""

@@ -1,0 +1,223 @@
+"""Record digests of what a rank computes in a pass, before other ranks can see it.
+
+A `Pass` has an entry for each collective and message, for the output of each block, for the
+gradient of each output, and for each gradient of a parameter. The digest of a collective is that of
+this rank's input. After a collective, an error of one rank is on all of them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+from megatron.engine.invariants import compute_checksum
+from megatron.model.gpt import GPT
+
+_INPUTS = {
+    "allreduce_": 0,
+    "allreduce_coalesced_": 0,
+    "reduce_": 0,
+    "broadcast_": 0,
+    "send": 0,
+    "allgather_": 1,
+    "allgather_into_tensor_coalesced_": 1,
+    "_allgather_base_": 1,
+    "reduce_scatter_": 1,
+    "reduce_scatter_tensor_coalesced_": 1,
+    "_reduce_scatter_base_": 1,
+    "alltoall_": 1,
+    "alltoall_base_": 1,
+    "gather_": 1,
+    "scatter_": 1,
+}
+"""Operator of torch's namespace c10d -> the number of the argument with this rank's input."""
+_RECEIVE = "recv_"
+_SLICE = 1 << 22
+"""Elements whose projections are computed at a time."""
+MEASURES = 3
+"""The measures of a tensor: its sum and two projections."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A place in a pass where a digest was taken, or where a message arrived."""
+
+    label: str
+    """Where in the model it is, and what it is."""
+    link: str = ""
+    """The group of a collective, or the two ends of a message. Empty within a rank."""
+    sends: bool = True
+    """Whether the link carries numbers of this rank."""
+    receives: bool = False
+    """Whether later entries depend on numbers that the link has brought."""
+
+
+@dataclass
+class Pass:
+    """The entries of one pass, in the order of the program, with their digests."""
+
+    entries: list[Entry] = field(default_factory=list)
+    digests: list[Tensor] = field(default_factory=list)
+    """int64[2] for each entry. It is zero where nothing is sent."""
+    measures: list[Tensor] = field(default_factory=list)
+    """fp64[MEASURES] for each entry, or empty if they were not asked for."""
+
+    def to_host(self) -> None:
+        """Copy digests and measures to host memory, in two copies."""
+        self.digests = list(torch.stack(self.digests).cpu()) if self.digests else []
+        self.measures = list(torch.stack(self.measures).cpu()) if self.measures else []
+
+
+class Recorder:
+    """Records passes of a rank's stages."""
+
+    def __init__(self, *, with_measures: bool) -> None:
+        """Create a recorder.
+
+        Args:
+            with_measures: Whether to compute measures too. They show how far two passes differ.
+        """
+        self._with_measures = with_measures
+        self._place = "before the layers"
+        self.result = Pass()
+
+    @contextmanager
+    def record(self, stages: Sequence[GPT]) -> Iterator[None]:
+        """Record what is computed within this context."""
+        hooks: list[RemovableHandle] = []
+        for stage in stages:
+            for number, block in stage.get_blocks().items():
+                # Layers are numbered from 1 in messages.
+                hooks += self._watch(block, f"layer {number + 1}")
+        try:
+            with _CollectiveMode(self):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.result.to_host()
+
+    def _watch(self, block: torch.nn.Module, name: str) -> list[RemovableHandle]:
+        def enter(*_: Any) -> None:
+            self._place = f"forward pass of {name}"
+
+        def leave(_module: Any, _inputs: Any, output: Tensor) -> None:
+            self.add(f"output of {name}", output)
+            self._place = f"after {name}"
+            if output.requires_grad:
+                output.register_hook(enter_backward)
+
+        def enter_backward(gradient: Tensor) -> None:
+            self._place = f"backward pass of {name}"
+            self.add(f"gradient of the output of {name}", gradient)
+
+        return [block.register_forward_pre_hook(enter), block.register_forward_hook(leave)]
+
+    def add(self, label: str, tensor: Tensor) -> None:
+        """Add a tensor of this rank that no other rank has changed since its last entry."""
+        self._append(Entry(label), [tensor])
+
+    def add_link(self, operator: str, link: str, sent: Sequence[Tensor], *, receives: bool) -> None:
+        """Add a collective or a message, with what this rank sends."""
+        entry = Entry(f"{operator}, {self._place}", link, sends=bool(sent), receives=receives)
+        self._append(entry, sent)
+
+    @torch.no_grad()
+    def _append(self, entry: Entry, tensors: Sequence[Tensor]) -> None:
+        contiguous = [tensor.detach().contiguous() for tensor in tensors]
+        self.result.entries.append(entry)
+        self.result.digests.append(_sum_up(compute_checksum, contiguous, 2, torch.int64))
+        if self._with_measures:
+            self.result.measures.append(
+                _sum_up(compute_measures, contiguous, MEASURES, torch.float64)
+            )
+
+
+def _sum_up(
+    compute: Callable[[Tensor], Tensor], tensors: Sequence[Tensor], size: int, dtype: torch.dtype
+) -> Tensor:
+    """Return the sum of a function's values, [size]. Equal tensors at other places differ."""
+    device = tensors[0].device if tensors else torch.device("cpu")
+    total = torch.zeros(size, dtype=dtype, device=device)
+    for number, tensor in enumerate(tensors):
+        total += (2 * number + 1) * compute(tensor)
+    return total
+
+
+def compute_measures(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor and two projections on fixed vectors of 1 and -1, fp64[MEASURES].
+
+    A change of one element changes each of them by its size.
+    """
+    total = torch.zeros(MEASURES, dtype=torch.float64, device=tensor.device)
+    if not tensor.is_floating_point():
+        tensor = tensor.float()
+    for number, part in enumerate(tensor.reshape(-1).split(_SLICE)):
+        numbers = part.double()
+        places = torch.arange(len(part), device=part.device) + number * _SLICE
+        # Knuth's multiplicative hash. Two bits of it are two vectors of signs.
+        hashed = places * 2_654_435_761
+        signs = [1 - 2 * ((hashed >> bit) & 1).double() for bit in (20, 27)]
+        total += torch.stack([numbers.sum(), *((numbers * sign).sum() for sign in signs)])
+    return total
+
+
+class _CollectiveMode(TorchDispatchMode):
+    """Adds each collective and message to a recorder before it is started.
+
+    torch compiles nothing within such a mode, so compiled blocks run uncompiled.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self._add(func.__name__.partition(".")[0], args)
+        return func(*args, **(kwargs or {}))
+
+    def _add(self, operator: str, args: Sequence[Any]) -> None:
+        if operator not in _INPUTS and operator != _RECEIVE:
+            return
+        is_message = operator in ("send", _RECEIVE)
+        # torch's stages exchange an integer in the first pass of a new schedule only.
+        if is_message and not args[0][0].is_floating_point():
+            return
+        group = next(
+            dist.ProcessGroup.unbox(each)
+            for each in args
+            if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type())
+        )
+        sent: list[Tensor] = []
+        if operator != _RECEIVE:
+            sent = _list_tensors(args[_INPUTS[operator]])
+        link = f"{group.group_name} of {_name_ranks(group)}"
+        receives = True
+        if is_message:
+            # The peer is the number of a rank in the group.
+            ends = (group.rank(), args[2]) if operator == "send" else (args[2], group.rank())
+            link += f" from {ends[0]} to {ends[1]}"
+            receives = operator == _RECEIVE
+        elif operator == "broadcast_" and args[2] != group.rank():
+            # The tensor is filled by the message.
+            sent = []
+        self._recorder.add_link(operator.strip("_"), link, sent, receives=receives)
+
+
+def _name_ranks(group: dist.ProcessGroup) -> str:
+    """Return a name of a group that is the same on its ranks and on no others."""
+    return "-".join(map(str, dist.get_process_group_ranks(group)))
+
+
+def _list_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors of nested lists."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for each in value for tensor in _list_tensors(each)]

@@ -1,0 +1,235 @@
+"""The comparison of --replay-interval: which rank computes other numbers from the same inputs.
+
+All ranks compute the first microbatch of a step twice, before the step. The passes have the same
+weights, tokens and dropout keys, so each tensor must have the same bits. If one differs, a third
+pass decides: the pass that differs from the two others was wrong.
+
+If all three differ on all ranks, a kernel does not repeat its bits. Later comparisons then allow
+the differences that such passes have had.
+"""
+
+import contextlib
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.utils import deterministic
+
+from megatron.base.errors import ConfigError, FaultyHostError
+from megatron.base.plain_text import format_count
+from megatron.data.batches import Microbatch
+from megatron.engine.base import Engine
+from megatron.engine.native import NativeEngine
+from megatron.extras.training.replay.first_difference import (
+    RankDifference,
+    describe_difference,
+    find_first_ranks,
+)
+from megatron.extras.training.replay.recorder import Pass, Recorder
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.messages import gather_json
+from megatron.run.parts import Printer, Replay
+
+EXCLUDES: dict[str, bool | None] = {"warn": None, "stop": False, "exclude": True}
+"""Value of --replay-action -> whether a host is excluded when the run ends. None: it goes on."""
+_CALIBRATIONS = 4
+"""Passes that measure how far a kernel that does not repeat differs from itself."""
+_MARGIN = 8.0
+"""How much more than the largest such difference a later one may have."""
+_ROUNDING = 2.0**-22
+"""The smallest difference that is assumed after such a kernel, relative to the largest measure. The
+few passes may have been equal by chance."""
+
+
+class MicrobatchReplay(Replay):
+    """Compares two passes of the first microbatch."""
+
+    def __init__(
+        self,
+        action: Literal["warn", "stop", "exclude"],
+        mesh: Mesh,
+        engine: Engine,
+        log: Printer,
+    ) -> None:
+        """Create a comparison in which all kernels are expected to repeat their bits.
+
+        Args:
+            action: The value of --replay-action.
+            mesh: This rank's mesh.
+            engine: The engine of the run.
+            log: Prints a line on rank 0. A warning is also in the chronicle.
+
+        Raises:
+            ConfigError: The engine cannot compute a microbatch without a step.
+        """
+        if not isinstance(engine, NativeEngine):
+            raise ConfigError(
+                f"--replay-interval: {type(engine).__name__} cannot compute a microbatch twice, as "
+                "the engine of this package does. Leave out --replay-interval or --engine"
+            )
+        self._engine = engine
+        self._excludes = EXCLUDES[action]
+        self._mesh = mesh
+        self._log = log
+        self._bounds: Tensor | None = None
+        """fp64[entries, measures], what two passes may differ by. None: their bits are equal."""
+        self._last_good: int | None = None
+
+    def check(self, microbatches: Sequence[Microbatch], iteration: int) -> None:
+        """Compare two passes. See `Replay.check`."""
+
+        def compute() -> Pass:
+            recorder = Recorder(with_measures=self._bounds is not None)
+            kernels = _prefer_repeatable_kernels(self._engine, self._mesh.device)
+            # torch cannot compile within the recorder's mode, and would raise an error.
+            eager = torch.compiler.set_stance("force_eager")
+            with kernels, eager, recorder.record(self._engine.stages):
+                self._engine.compute_and_drop_gradients(microbatches, iteration, recorder.add)
+            return recorder.result
+
+        first, second = compute(), compute()
+        # FSDP2 gathers once more in the first pass after a start.
+        if any(gather_json(first.entries != second.entries, self._mesh.control)):
+            first, second = second, compute()
+        found = self._compare(first, second)
+        if not any(found):
+            self._last_good = iteration
+            return
+        third = compute()
+        ranks = find_first_ranks(found)
+        labels = [difference.label for difference in found if difference is not None]
+        wrong = self._find_wrong_pass(first, second, third)
+        everyone = gather_json(wrong, self._mesh.control)
+        passes = {everyone[rank] for rank in ranks}
+        repeats = passes != {None} or not self._is_on_all_ranks(first, found, ranks)
+        if self._bounds is None and not repeats and self._calibrate(compute, labels[0]):
+            return
+        self._report(iteration, [(rank, found[rank], everyone[rank]) for rank in ranks])
+
+    def _compare(self, one: Pass, other: Pass) -> list[RankDifference | None]:
+        """Return the differences of two passes on each rank."""
+        own = describe_difference(one.entries, self._list_differences(one, other))
+        gathered = gather_json(None if own is None else own.to_json(), self._mesh.control)
+        return [None if each is None else RankDifference(**each) for each in gathered]
+
+    def _list_differences(self, one: Pass, other: Pass) -> list[bool]:
+        """Return which entries of two passes differ."""
+        count = len(one.entries)
+        # Numbers that decide what is computed next have differed, so the rest means nothing.
+        if one.entries != other.entries:
+            pairs = zip(one.entries, other.entries, strict=False)
+            return [mine != theirs for mine, theirs in pairs] + [True] * count
+        if self._bounds is not None and len(self._bounds) == count:
+            apart = (torch.stack(one.measures) - torch.stack(other.measures)).abs()
+            # A number that is not finite differs from all others.
+            return (~(apart <= self._bounds)).any(dim=1).tolist()
+        pairs_of_digests = zip(one.digests, other.digests, strict=True)
+        return [not torch.equal(mine, theirs) for mine, theirs in pairs_of_digests]
+
+    def _find_wrong_pass(self, first: Pass, second: Pass, third: Pass) -> int | None:
+        """Return which of two passes differs from the two others on this rank, 1 or 2.
+
+        None if this rank does not tell, because all passes are equal or all differ.
+        """
+        equal = [not any(self._list_differences(each, third)) for each in (first, second)]
+        if equal == [True, False]:
+            return 2
+        if equal == [False, True]:
+            return 1
+        return None
+
+    def _is_on_all_ranks(
+        self, own: Pass, found: Sequence[RankDifference | None], ranks: Sequence[int]
+    ) -> bool:
+        """Return whether each rank that computes what differs first has the difference."""
+        first = [found[rank] for rank in ranks]
+        labels = {difference.label for difference in first if difference is not None}
+        computes = any(entry.label in labels for entry in own.entries)
+        everyone = gather_json(computes, self._mesh.control)
+        return {rank for rank, each in enumerate(everyone) if each} <= set(ranks)
+
+    def _calibrate(self, compute: Callable[[], Pass], label: str) -> bool:
+        """Measure by how much passes differ, and allow it from now on.
+
+        Returns:
+            False if they are equal. Then all bits must be equal from now on too.
+        """
+        self._bounds = torch.zeros(0)
+        passes = [compute() for _ in range(_CALIBRATIONS)]
+        measured = torch.stack([torch.stack(each.measures) for each in passes])
+        apart = measured.amax(dim=0) - measured.amin(dim=0)  # [entries, measures]
+        repeats = int((apart == 0).all(dim=1).sum())
+        # What comes after the first entry that does not repeat depends on it.
+        after = (apart > 0).any(dim=1).cumsum(dim=0) > 0
+        least = _ROUNDING * measured.abs().amax(dim=(0, 2)) * after  # [entries]
+        self._bounds = _MARGIN * apart.maximum(least.unsqueeze(1))
+        largest = float(self._bounds.max())
+        everyone = gather_json([repeats, len(apart), largest], self._mesh.control)
+        repeating, count, _ = (sum(numbers) for numbers in zip(*everyone, strict=True))
+        if repeating == count:
+            self._bounds = None
+            return False
+        self._log(
+            f"replay: a kernel does not repeat its bits, first in: {label}. Of {count} tensors of "
+            f"all ranks, {repeating} repeat. In the others, a change of one element is found if it "
+            f"is larger than {max(numbers[2] for numbers in everyone):.1e}"
+        )
+        return True
+
+    def _report(
+        self, iteration: int, found: Sequence[tuple[int, RankDifference | None, int | None]]
+    ) -> None:
+        """Warn, or end the run."""
+        lines = []
+        for rank, difference, wrong in found:
+            which = "" if wrong is None else f", and pass {wrong} was wrong"
+            assert difference is not None, "only ranks with a difference are named"
+            lines.append(f"{self._mesh.names[rank]}: {difference.label}{which}")
+        since = ""
+        if self._last_good is not None:
+            since = f" The replay of iteration {self._last_good} found no difference."
+        message = (
+            f"the replay of iteration {iteration} gave other numbers than the first pass, from the "
+            f"same inputs. {format_count(len(lines), 'rank differs', 'ranks differ')} first:\n  "
+            + "\n  ".join(lines)
+            + f"\nThe device of this rank may be faulty.{since} Exclude its host, and roll back to "
+            "a checkpoint before the fault if the loss has suffered"
+        )
+        if self._excludes is None:
+            self._log(f"warning: {message}")
+            return
+        hosts: list[str] = []
+        if self._excludes:
+            names = gather_json(platform.node(), self._mesh.control)
+            hosts = sorted({names[rank] for rank, *_ in found})
+        raise FaultyHostError(message, hosts)
+
+
+@contextlib.contextmanager
+def _prefer_repeatable_kernels(engine: Engine, device: torch.device) -> Iterator[None]:
+    """Let torch use kernels that repeat their bits, where it has them.
+
+    On CPUs all of them do. On GPUs the backward passes of attention do not, unless torch is asked
+    for it. cuDNN's has no such variant.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    attentions = [b.attention for s in engine.stages for b in s.get_blocks().values()]
+    chosen = [attention.kernels for attention in attentions]
+    is_on = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    try:
+        for attention, names in zip(attentions, chosen, strict=True):
+            attention.kernels = tuple(name for name in names if name != "fused") or names
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        yield
+    finally:
+        for attention, names in zip(attentions, chosen, strict=True):
+            attention.kernels = names
+        torch.use_deterministic_algorithms(is_on, warn_only=only_warns)
+        deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
