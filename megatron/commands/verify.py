@@ -172,6 +172,7 @@ def _compare(options: VerifyArguments, training: list[str]) -> int:
 def _verify(options: VerifyArguments, training: list[str]) -> int:
     if options.time_limit is not None and not 0 < options.time_limit < math.inf:
         raise ConfigError(f"--time-limit {options.time_limit:g} must be above 0 seconds.")
+    # A smaller copy would lack features that all reports are expected to have.
     if options.processes is not None and options.processes < 8:
         raise ConfigError(
             f"--processes {options.processes} must be at least 8, which two stages with tensor and "

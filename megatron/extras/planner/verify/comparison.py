@@ -32,6 +32,7 @@ SHARE = 3e-3
 """Share of the norm of all tensors that is added to the norm of each."""
 _DATA = "labels, masks and positions"
 COMPARISONS: tuple[str, ...] = (
+    # The loaded state comes before the loss of the step that uses it.
     *("samples", _DATA, "learning rate", "initial weights", "state after the resume"),
     *("loss", "gradient norm", "gradients", "moments", "weights", "overflow", "step count"),
 )

@@ -162,7 +162,8 @@ def _enlarge_grid(plan: Plan, grid: Grid, most: int) -> Grid:
     """Return the grid with more stages and more context-parallel ranks, if there is room."""
     size = plan.config.parallel.context_parallel_size
     larger = []
-    # A third stage is neither the first nor the last one.
+    # A third stage is neither the first nor the last one. With two tensor-parallel and two
+    # data-parallel ranks, it needs 12 processes.
     if plan.pipeline_size > 2 and plan.stages_per_rank == 1:
         larger.append(replace(grid, pipeline=3))
     # Three data-parallel ranks have a rank between the first and the last, and uneven shards.
