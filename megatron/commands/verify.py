@@ -5,7 +5,8 @@
     python tools/verify.py train/my-run/my-run.slurm --report verification.json
     python tools/verify.py --compare step.json --weights runs/imported
 
-The tool makes a reduced copy of the run, with at most 8 processes on this machine. It needs no GPU.
+The tool makes a reduced copy of the run, with at most 8 processes on this machine (--processes). It
+needs no GPU.
 The copy has the stages, the sharding, the masks, the optimizer and the schedules of the run, with
 small sizes. It trains three steps, with a resume between them. A reference of one process trains
 the same steps. Data, weights, gradients and moments of all ranks are compared.
@@ -46,7 +47,7 @@ from megatron.plan.run_plan import Plan
 _SWITCHES = ("--help", "--json", "--no-json", "-h")
 _WITH_VALUE = (
     *("--ranks-per-node", "--report", "--script-args", "--time-limit", "--world-size"),
-    *("--bound", "--compare", "--weights"),
+    *("--processes", "--bound", "--compare", "--weights"),
 )
 
 
@@ -71,6 +72,9 @@ class VerifyArguments:
     ranks_per_node: int | None = None
     """Ranks of a node of the run, which --sharding-strategy hsdp shards over. Default: the ranks
     that the script starts on a node, otherwise 8."""
+    processes: int | None = None
+    """Most processes of the copy. Default: 8. With 12, a copy with tensor and data parallelism has
+    a third stage."""
     script_args: str = ""
     """Arguments of the script in one text, as in "8B 4 1e-5"."""
     compare: Path | None = None
@@ -168,6 +172,12 @@ def _compare(options: VerifyArguments, training: list[str]) -> int:
 def _verify(options: VerifyArguments, training: list[str]) -> int:
     if options.time_limit is not None and not 0 < options.time_limit < math.inf:
         raise ConfigError(f"--time-limit {options.time_limit:g} must be above 0 seconds.")
+    # A smaller copy would lack features that all reports are expected to have.
+    if options.processes is not None and options.processes < 8:
+        raise ConfigError(
+            f"--processes {options.processes} must be at least 8, which two stages with tensor and "
+            "data parallelism need. A smaller run has a smaller copy."
+        )
     if options.report is not None and not options.report.parent.is_dir():
         # Otherwise the minutes of the verification would be lost.
         raise ConfigError(f"--report {options.report}: its folder does not exist.")
@@ -176,11 +186,13 @@ def _verify(options: VerifyArguments, training: list[str]) -> int:
     for note in notes:
         print_to_stderr(f"note: {note}")
     # These import torch, which takes seconds. An error above does not need it.
+    from megatron.extras.planner.verify.reduction import MOST_PROCESSES
     from megatron.extras.planner.verify.report import build_report, format_report
     from megatron.extras.planner.verify.verification import verify
 
     preload()
-    found = verify(plan, train, print_to_stderr, options.time_limit)
+    most = options.processes or MOST_PROCESSES
+    found = verify(plan, train, print_to_stderr, options.time_limit, most)
     report = build_report(plan, found)
     if options.report is not None:
         options.report.write_text(json.dumps(report, indent=1) + "\n")

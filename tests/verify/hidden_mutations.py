@@ -117,7 +117,7 @@ HIDDEN_MUTATIONS = [
     ),
     Mutation(
         "a dropped step counts in the bias correction of the last stage",
-        "allenai/OLMo-core#309",
+        "docs/verify.md",
         f"{PP} {NO_DROPOUT}",
         2,
         count_dropped_step_in_adam,

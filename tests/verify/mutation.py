@@ -16,6 +16,18 @@ TP = "--tensor-model-parallel-size 2"
 SP = f"{TP} --sequence-parallel"
 PP = "--pipeline-model-parallel-size 2"
 MEGATRON = "NVIDIA/Megatron-LM"
+INVARIANTS = "invariants"
+"""What finds an error, if ranks compare their replicas after each iteration of the copy."""
+REPLAY = "replay"
+"""What finds an error, if the copy computes the first microbatch of each step twice."""
+RUN_CHECKS: dict[str, tuple[dict[str, Any], str]] = {
+    INVARIANTS: ({"parallel.check_invariants_interval": 1}, "replicated state differs"),
+    REPLAY: (
+        {"parallel.replay_interval": 1, "parallel.replay_action": "stop"},
+        "gave other numbers than the first pass",
+    ),
+}
+"""Settings of a copy by what checks it while it runs, and a part of the error that ends it."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +41,11 @@ class Mutation:
     apply: Callable[[], None]
     """Changes the package in this process."""
     caught_by: str = "gradient norm"
-    """The comparison that fails first."""
+    """The comparison that fails first, or a key of `RUN_CHECKS`."""
     first: str = ""
     """The beginning of the first activation that differs."""
+    processes: int = 8
+    """`--processes` of the verification."""
     documents: bool = False
     """Whether the run needs the tokenizer, because it masks at the ends of documents."""
 

@@ -14,6 +14,7 @@ from verify.context_mutations import CONTEXT_MUTATIONS
 from verify.expert_mutations import EXPERT_MUTATIONS
 from verify.float8_mutations import FLOAT8_MUTATIONS
 from verify.hidden_mutations import HIDDEN_MUTATIONS
+from verify.museum.museum_mutations import MUSEUM_MUTATIONS
 from verify.mutation import MEGATRON, NO_DROPOUT, PP, SP, TP, Mutation, wrap
 from verify.parametrization_mutations import PARAMETRIZATION_MUTATIONS
 
@@ -859,4 +860,5 @@ MUTATIONS = [
     *EXPERT_MUTATIONS,
     *FLOAT8_MUTATIONS,
     *HIDDEN_MUTATIONS,
+    *MUSEUM_MUTATIONS,
 ]

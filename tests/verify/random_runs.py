@@ -52,6 +52,38 @@ _BATCHES = (
     "--curriculum-min-difficulty 16 --curriculum-total-step 20 --train-tokens 100000 "
     "--lr-decay-tokens 90000",
 )
+_GROUPS = (
+    *((switch,) for switch in _SWITCHES),
+    *(tuple(flags for flags in choices if flags) for choices in _CHOICES),
+    *((flags,) for flags in _BATCHES[1:]),
+    ("--context-parallel-size 2", "--context-parallel-size 2 --cp-comm-type a2a"),
+    ("--num-layers-per-virtual-pipeline-stage 1",),
+    ("--bf16", "--fp16"),
+)
+"""Each group is a feature. The flags of a group exclude each other."""
+_LAYOUTS = ((2, 1, 2), (1, 2, 2), (2, 2, 1), (2, 2, 2), (1, 4, 2), (2, 4, 1))
+"""Tensor, pipeline and data parallel sizes of runs with three features."""
+
+
+@st.composite
+def draw_triple(draw: st.DrawFn) -> tuple[str, int]:
+    """Return the flags of a run with three features, and its number of processes.
+
+    Runs with many features have three more often than not, and an error of one may hide another's.
+    """
+    groups = draw(st.lists(st.sampled_from(_GROUPS), min_size=3, max_size=3, unique=True))
+    tensor, pipeline, data = draw(st.sampled_from(_LAYOUTS))
+    features = [draw(st.sampled_from(group)) for group in groups]
+    flags = [
+        f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline}",
+        f"--num-layers 8 --seed {draw(st.integers(0, 10_000))}",
+        f"--vocab-file {VOCAB} --merge-file {MERGES} --vocab-size 5000",
+        *features,
+    ]
+    if not set(features).intersection(_BATCHES):
+        flags.append(_BATCHES[0])
+    context = 2 if any("--context-parallel-size" in text for text in features) else 1
+    return " ".join(flags), tensor * pipeline * data * context
 
 
 @st.composite

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 from tiny_corpus import MERGES, VOCAB
-from verify.mutation import ITERATIONS, MODEL
+from verify.mutation import ITERATIONS, MODEL, RUN_CHECKS
 from verify.mutations import MUTATIONS
-from verify.random_runs import draw_run
+from verify.random_runs import draw_run, draw_triple
 from verify.verifier import Verifier
 
 from megatron.base import exit_codes
@@ -31,6 +32,7 @@ SHORT = {
     "samples are read twice after a resume",
     "gradients of experts are divided by fewer ranks",
     "gradients of keys are not summed over the ranks of a sequence",
+    "gradients are clipped on the first tensor rank only",
 }
 """The mutations of the short suite."""
 IRREGULAR = (
@@ -220,6 +222,10 @@ def test_ranks_of_a_sequence_equal_one_process(name: str, verifier: Verifier) ->
 def test_a_known_error_is_found(number: int, verifier: Verifier) -> None:
     report = verifier.run_mutation(number)
     assert not report["verified"]
+    if MUTATIONS[number].caught_by in RUN_CHECKS:
+        _, error = RUN_CHECKS[MUTATIONS[number].caught_by]
+        assert error in report["errors"][0]
+        return
     assert report["failed"] == MUTATIONS[number].caught_by
     assert str(report["first_difference"]).startswith(MUTATIONS[number].first)
 
@@ -242,7 +248,7 @@ def test_the_runs_of_the_mutations_are_healthy(numbers: range, verifier: Verifie
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-@given(run=draw_run())
+@given(run=st.one_of(draw_run(), draw_triple()))
 def test_no_false_alarm_on_random_runs(run: tuple[str, int], verifier: Verifier) -> None:
     flags, world_size = run
     try:
@@ -278,6 +284,27 @@ def test_the_time_limit_follows_the_cores_and_the_load(monkeypatch: pytest.Monke
     assert launching.choose_limit(8) == launching.LIMIT_SECONDS * 9 / 4
 
 
+@pytest.mark.parametrize(("processes", "pipeline"), [(8, 2), (12, 3)])
+def test_more_processes_have_a_third_stage(processes: int, pipeline: int, tmp_path: Path) -> None:
+    flags = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4"
+    words = f"{MODEL} {ITERATIONS} {flags} --global-batch-size 32".split()
+    plan, _ = resolve_command(VerifyArguments(world_size=64), words)
+    reduction = reduce_plan(plan, tmp_path, processes)
+    grid = reduction.plan.grid
+    assert (grid.tensor, grid.pipeline, grid.data) == (2, pipeline, 2)
+    assert ("a stage between the first and the last" in reduction.kept) == (pipeline == 3)
+
+
+def test_sixteen_processes_have_copies_of_tensor_ranks_and_stages(tmp_path: Path) -> None:
+    flags = (
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --hsdp-shard-size 2 "
+        "--sharding-strategy hsdp"
+    )
+    words = f"{MODEL} {ITERATIONS} {flags}".split()
+    plan, _ = resolve_command(VerifyArguments(world_size=16), words)
+    assert "several copies of the model" in reduce_plan(plan, tmp_path, 16).kept
+
+
 def test_a_copy_of_more_than_8_processes_is_refused(tmp_path: Path) -> None:
     flags = (
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --hsdp-shard-size 2 "
@@ -286,7 +313,7 @@ def test_a_copy_of_more_than_8_processes_is_refused(tmp_path: Path) -> None:
     plan, _ = resolve_command(
         VerifyArguments(world_size=16), f"{MODEL} {ITERATIONS} {flags}".split()
     )
-    with pytest.raises(ConfigError, match=r"= 16 processes to keep 2 copies"):
+    with pytest.raises(ConfigError, match=r"= 16 processes to keep 2 copies.* Set --processes 16"):
         reduce_plan(plan, tmp_path)
 
 
@@ -295,6 +322,7 @@ def test_a_copy_of_more_than_8_processes_is_refused(tmp_path: Path) -> None:
     [
         (f"{MODEL} {ITERATIONS}", "number of processes is not known"),
         (f"{MODEL} {ITERATIONS} --world-size 0", "--world-size 0 must be at least 1"),
+        (f"{MODEL} {ITERATIONS} --world-size 2 --processes 4", "--processes 4 must be at least 8"),
         (f"{MODEL} {ITERATIONS} --world-size 3 --tensor-model-parallel-size 2", "must divide"),
         (
             f"{MODEL} {ITERATIONS} --world-size 2 --report no/such/folder.json",

@@ -9,12 +9,23 @@ from typing import Any
 
 from process_pool import start_fork_server
 from tiny_corpus import MERGES, VOCAB
-from verify.mutation import ITERATIONS, MODEL
+from verify.mutation import ITERATIONS, MODEL, RUN_CHECKS, wrap
 from verify.mutations import MUTATIONS
 
 
-def verify_in_this_process(flags: str, world_size: int, mutation: int | None, result: Path) -> None:
-    """Verify a command line, with a mutation of the package, and write the report."""
+def verify_in_this_process(
+    flags: str,
+    world_size: int,
+    mutation: int | None,
+    result: Path,
+    *,
+    check: str | None,
+    processes: int,
+) -> None:
+    """Verify a command line, with a mutation of the package, and write the report.
+
+    With `check`, the copy also has this check of a run, which reduced copies turn off.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -25,11 +36,25 @@ def verify_in_this_process(flags: str, world_size: int, mutation: int | None, re
     began = time.monotonic()
     preload()
     plan, _ = resolve_command(VerifyArguments(world_size=world_size), flags.split())
+    if check is not None:
+        turn_on(check)
     if mutation is not None:
         MUTATIONS[mutation].apply()
-    report = build_report(plan, verify(plan, train))
+    report = build_report(plan, verify(plan, train, most_processes=processes))
     report["seconds"] = time.monotonic() - began
     result.write_text(json.dumps(report))
+
+
+def turn_on(check: str) -> None:
+    """Give reduced copies a check of `RUN_CHECKS`."""
+    from megatron.extras.planner.verify import reduction
+
+    settings, _ = RUN_CHECKS[check]
+    wrap(
+        reduction,
+        "_reduce_parallel",
+        lambda reduce: lambda *args: reduce(*args) | settings,
+    )
 
 
 def call_command_in_this_process(words: list[str], output: Path) -> None:
@@ -49,13 +74,22 @@ class Verifier:
         self._folder = folder
         self._number = 0
 
-    def run(self, flags: str, world_size: int, mutation: int | None = None) -> dict[str, Any]:
+    def run(
+        self,
+        flags: str,
+        world_size: int,
+        mutation: int | None = None,
+        *,
+        check: str | None = None,
+        processes: int = 8,
+    ) -> dict[str, Any]:
         """Return the report of the flags, which are added to those of the small model."""
         self._number += 1
         result = self._folder / f"{self._number}.json"
         process = self._context.Process(
             target=verify_in_this_process,
             args=(f"{MODEL} {flags}", world_size, mutation, result),
+            kwargs={"check": check, "processes": processes},
         )
         process.start()
         process.join()
@@ -78,4 +112,10 @@ class Verifier:
         flags = f"{ITERATIONS} {mutation.flags}"
         if mutation.documents:
             flags += f" --vocab-file {VOCAB} --merge-file {MERGES} --vocab-size 5000"
-        return self.run(flags, mutation.world_size, None if healthy else number)
+        return self.run(
+            flags,
+            mutation.world_size,
+            None if healthy else number,
+            check=mutation.caught_by if mutation.caught_by in RUN_CHECKS else None,
+            processes=mutation.processes,
+        )

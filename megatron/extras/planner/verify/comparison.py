@@ -32,8 +32,9 @@ SHARE = 3e-3
 """Share of the norm of all tensors that is added to the norm of each."""
 _DATA = "labels, masks and positions"
 COMPARISONS: tuple[str, ...] = (
-    *("samples", _DATA, "learning rate", "initial weights", "loss", "gradient norm", "gradients"),
-    *("moments", "weights", "state after the resume", "overflow", "step count"),
+    # The loaded state comes before the loss of the step that uses it.
+    *("samples", _DATA, "learning rate", "initial weights", "state after the resume"),
+    *("loss", "gradient norm", "gradients", "moments", "weights", "overflow", "step count"),
 )
 """The comparisons in the order of a step, so the first one that fails is closest to the cause."""
 

@@ -24,6 +24,7 @@ from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
 
 MOST_PROCESSES = 8
+"""Default of --processes."""
 ITERATIONS = 6
 """Length of the copy's schedules. Four iterations are compared."""
 SAVED = 2
@@ -79,17 +80,18 @@ class Reduction:
     """Features of the run that the copy does not have."""
 
 
-def reduce_plan(plan: Plan, folder: Path) -> Reduction:
+def reduce_plan(plan: Plan, folder: Path, most_processes: int = MOST_PROCESSES) -> Reduction:
     """Return the reduced copy of a plan without errors.
 
     Args:
         plan: The plan of the run.
         folder: Folder for the copy's data, which `synthetic` writes, and its checkpoints.
+        most_processes: The largest number of processes of the copy.
 
     Raises:
-        ConfigError: The copy needs more than 8 processes, or its configuration has errors.
+        ConfigError: The copy needs more processes, or its configuration has errors.
     """
-    grid = _choose_grid(plan)
+    grid = _choose_grid(plan, most_processes)
     before = flatten(plan.config)
     taken = {name for name in before if _TAKEN.fullmatch(name)}.difference(_NOT_TAKEN)
     values = {name: value for name, value in before.items() if name in taken}
@@ -123,11 +125,11 @@ def _replace_given(plan: Plan, reduced: Values) -> Values:
     return {name: value for name, value in reduced.items() if run[name]}
 
 
-def _choose_grid(plan: Plan) -> Grid:
+def _choose_grid(plan: Plan, most: int) -> Grid:
     """Return the sizes of the copy's axes.
 
     Raises:
-        ConfigError: No layout of at most 8 processes has the copies of the model.
+        ConfigError: No layout of at most this number of processes has the copies of the model.
     """
     parallel = plan.config.parallel
     # Data x context ranks share and copy the model.
@@ -142,24 +144,26 @@ def _choose_grid(plan: Plan) -> Grid:
         min(plan.pipeline_size, 2), data, min(parallel.tensor_model_parallel_size, 2), context
     )
     # Without data parallelism, there are still the ranks of a sequence.
-    if grid.world_size > MOST_PROCESSES and weights <= context:
+    if grid.world_size > most and weights <= context:
         grid = replace(grid, data=1)
-    if grid.world_size > MOST_PROCESSES:
+    if grid.world_size > most:
         raise ConfigError(
             f"a reduced copy needs {grid.tensor} (tensor) x {grid.pipeline} (pipeline) x "
             f"{grid.weight_ranks} (data x context) = {grid.world_size} processes to keep "
             f"{plan.copies} copies of the model that are each sharded over {plan.shard_size} "
-            f"ranks, and at most {MOST_PROCESSES} are started. Verify it once without pipeline "
-            "parallelism and once with --zero-stage 1 instead of --sharding-strategy hsdp."
+            f"ranks, and at most {most} are started. Set --processes {grid.world_size}. Or verify "
+            "it once without pipeline parallelism and once with --zero-stage 1 instead of "
+            "--sharding-strategy hsdp."
         )
-    return _enlarge_grid(plan, grid)
+    return _enlarge_grid(plan, grid, most)
 
 
-def _enlarge_grid(plan: Plan, grid: Grid) -> Grid:
+def _enlarge_grid(plan: Plan, grid: Grid, most: int) -> Grid:
     """Return the grid with more stages and more context-parallel ranks, if there is room."""
     size = plan.config.parallel.context_parallel_size
     larger = []
-    # A third stage is neither the first nor the last one.
+    # A third stage is neither the first nor the last one. With two tensor-parallel and two
+    # data-parallel ranks, it needs 12 processes.
     if plan.pipeline_size > 2 and plan.stages_per_rank == 1:
         larger.append(replace(grid, pipeline=3))
     # Three data-parallel ranks have a rank between the first and the last, and uneven shards.
@@ -171,7 +175,7 @@ def _enlarge_grid(plan: Plan, grid: Grid) -> Grid:
     # Then there are ranks that have neither end of the sequence nor its middle.
     if size > grid.context > 1:
         larger += [replace(each, context=3 if size % 2 else 4) for each in (*larger, grid)]
-    fitting = [each for each in larger if each.world_size <= MOST_PROCESSES]
+    fitting = [each for each in larger if each.world_size <= most]
     return max(fitting, key=lambda it: (it.pipeline, it.context, it.data), default=grid)
 
 

@@ -36,6 +36,7 @@ from megatron.extras.planner.verify.launching import Launcher, LaunchError, Laun
 from megatron.extras.planner.verify.recording import RankRecord, ShardCopy, Train
 from megatron.extras.planner.verify.reduction import (
     COMPARED,
+    MOST_PROCESSES,
     SAVED,
     Reduction,
     find_common_size,
@@ -102,6 +103,7 @@ def verify(
     train: Train,
     log: Callable[[str], None] = lambda line: None,
     limit: float | None = None,
+    most_processes: int = MOST_PROCESSES,
 ) -> VerifiedRun:
     """Verify a plan without errors.
 
@@ -110,6 +112,7 @@ def verify(
         train: Runs a training command line on a rank.
         log: Prints what is done next.
         limit: Seconds of a launch. None: see `choose_limit`.
+        most_processes: The largest number of processes of the copy.
 
     Raises:
         ConfigError: See `reduce_plan`.
@@ -118,7 +121,7 @@ def verify(
     prepare = partial(Launcher, train, limit=limit)
     with tempfile.TemporaryDirectory(prefix="verify-") as name:
         folder = Path(name)
-        reduction = reduce_plan(plan, folder)
+        reduction = reduce_plan(plan, folder, most_processes)
         copy = reduction.plan
         found = VerifiedRun(reduction, write_data(folder, plan.config.data))
         try:
