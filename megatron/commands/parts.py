@@ -28,6 +28,8 @@ from megatron.run.parts import (
 )
 
 if TYPE_CHECKING:
+    from megatron.checkpoint.store import Store
+    from megatron.config.checkpoint import CheckpointConfig
     from megatron.config.config_with_origin import ConfigWithOrigin
     from megatron.config.logging import LoggingConfig
     from megatron.config.tree import Config
@@ -122,6 +124,14 @@ class InstalledParts(Parts):
     def open_indexed(self, prefix: str) -> IndexedDataset:
         """Open an indexed data set, or the manifest of several."""
         return open_indexed(prefix)
+
+    def build_store(self, config: CheckpointConfig, ranks: Ranks) -> Store:
+        """Build the object store of an address."""
+        if config.local_dir is None:
+            return super().build_store(config, ranks)
+        from megatron.extras.object_store.store import ObjectStore
+
+        return ObjectStore(config, ranks)
 
     def load_watchdog(self, folder: str | None) -> Callable[..., RollCall]:
         """Load the builder of the watchdog of --hang-timeout."""
