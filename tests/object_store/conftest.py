@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 from object_store.faulty_proxy import FaultyProxy
+from object_store.jobs import SECRET, NewStoreJob, StoreJob
 
 BUCKET = "runs"
 KEYS = {
     "AWS_ACCESS_KEY_ID": "testing",
-    "AWS_SECRET_ACCESS_KEY": "a-secret-that-no-log-has",
+    "AWS_SECRET_ACCESS_KEY": SECRET,
     "AWS_DEFAULT_REGION": "us-east-1",
     "AWS_EC2_METADATA_DISABLED": "true",
 }
@@ -43,6 +44,23 @@ def proxy(moto_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyPro
         monkeypatch.setenv(name, value)
     yield found
     found.close()
+
+
+@pytest.fixture
+def new_store_job(
+    corpus: str, tmp_path: Path, proxy: FaultyProxy, address: str
+) -> Iterator[NewStoreJob]:
+    """Return `new_store_job(flags, ranks=1, place=address)`."""
+    jobs: list[StoreJob] = []
+
+    def make(flags: str, ranks: int = 1, place: str = address) -> StoreJob:
+        folder = tmp_path / f"job_{len(jobs)}"
+        jobs.append(StoreJob(corpus, folder, place, proxy.url, flags, ranks))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.close()
 
 
 @pytest.fixture

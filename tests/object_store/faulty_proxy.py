@@ -18,8 +18,8 @@ class Fault:
     """What happens to some requests."""
 
     action: str
-    """A code of S3, or `cut` (in the middle of the request), `lose` (the reply), `hold`, `blind`
-    (conditions are removed) or `delay`."""
+    """A code of S3, or `cut` (in the middle of the request), `lose` (the reply), `hold` (before the
+    write), `hold_reply`, `blind` (conditions are removed) or `delay`."""
     matches: Callable[[str, str], bool] = lambda method, path: True
     times: int = 1 << 30
     """Requests that it is left for."""
@@ -108,48 +108,62 @@ class FaultyProxy:
 
     def forward(self, handler: BaseHTTPRequestHandler) -> None:
         fault = self._choose(handler.command, handler.path)
-        if fault is not None:
-            fault.met.set()
-        action = fault.action if fault else ""
         length = int(handler.headers.get("Content-Length") or 0)
-        if action == "cut":
-            handler.rfile.read(length // 2)
-            self._drop(handler)
+        body = b""
+        if fault is None or fault.action != "cut":
+            body = handler.rfile.read(length)
+        if fault is not None and not self._act_before(handler, fault, length):
             return
-        body = handler.rfile.read(length)
-        if action in _STATUS:
-            text = _ERROR.format(action).encode()
-            self._answer(handler, _STATUS[action], {"Content-Type": "application/xml"}, text)
-            return
-        if fault is not None and action == "hold":
-            fault.over.wait()
-            self._drop(handler)
-            return
-        if fault is not None and action == "delay":
-            time.sleep(fault.seconds)
         self._wait_for_bandwidth(length)
         headers = dict(handler.headers)
         self.headers.append(headers)
-        if action == "blind":
-            for name in list(headers):
-                if name.lower() in ("if-match", "if-none-match"):
-                    del headers[name]
-        headers["Connection"] = "close"
-        connection = http.client.HTTPConnection("127.0.0.1", self._target)
-        connection.request(handler.command, handler.path, body, headers)
-        response = connection.getresponse()
-        content = response.read()
-        connection.close()
-        if action == "lose":
+        if fault is not None and fault.action == "blind":
+            for name in ("If-Match", "If-None-Match", "if-match", "if-none-match"):
+                headers.pop(name, None)
+        status, received, content = self._send(handler, body, headers)
+        if fault is not None and fault.action in ("lose", "hold_reply"):
+            fault.met.set()
+            if fault.action == "hold_reply":
+                fault.over.wait()
             self._drop(handler)
             return
         self._wait_for_bandwidth(len(content))
+        self._answer(handler, status, received, content)
+
+    def _act_before(self, handler: BaseHTTPRequestHandler, fault: Fault, length: int) -> bool:
+        """Do what a fault does before the request is sent on. Return whether it is sent on."""
+        if fault.action not in ("lose", "hold_reply"):
+            fault.met.set()
+        if fault.action == "cut":
+            handler.rfile.read(length // 2)
+            self._drop(handler)
+        elif fault.action in _STATUS:
+            text = _ERROR.format(fault.action).encode()
+            status = _STATUS[fault.action]
+            self._answer(handler, status, {"Content-Type": "application/xml"}, text)
+        elif fault.action == "hold":
+            fault.over.wait()
+            self._drop(handler)
+        else:
+            time.sleep(fault.seconds)
+            return True
+        return False
+
+    def _send(
+        self, handler: BaseHTTPRequestHandler, body: bytes, headers: dict[str, str]
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Send a request to the store, and return its status, headers and content."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._target)
+        connection.request(handler.command, handler.path, body, {**headers, "Connection": "close"})
+        response = connection.getresponse()
+        content = response.read()
+        connection.close()
         kept = {
             name: value
             for name, value in response.getheaders()
             if name.lower() not in ("connection", "transfer-encoding", "date", "server")
         }
-        self._answer(handler, response.status, kept, content)
+        return response.status, kept, content
 
     def _answer(
         self, handler: BaseHTTPRequestHandler, status: int, headers: dict[str, str], body: bytes

@@ -132,6 +132,8 @@ class ObjectStore(Store):
         except BaseException:
             self._lease.release()
             raise
+        # The last lines come after the last save.
+        self._lease.at_release = mirror.push_records
         self._token = f"{generation}-{uuid.uuid4().hex[:8]}"
         return self._lease
 

@@ -35,6 +35,8 @@ class StoreLease(Lease):
     _objects: ObjectFolder | None = None
     _tag: str | None = None
     _renewed = 0.0
+    at_release: Callable[[], None] = staticmethod(lambda: None)
+    """Called before the release, while nobody else writes. It may raise OSError."""
     generation = 0
     """Number of this writer. It is higher than that of all earlier ones."""
 
@@ -70,12 +72,17 @@ class StoreLease(Lease):
         if self._objects is None:
             return
         with self._lock:
-            if time.monotonic() - self._renewed < _FRESH_SECONDS:
+            if self._objects is None or time.monotonic() - self._renewed < _FRESH_SECONDS:
                 return
             try:
                 self._write()
             except StaleTagError:
-                other = _read_holder(self._objects.read_tagged(KEY))
+                found = self._objects.read_tagged(KEY)
+                other = _read_holder(found)
+                if found is not None and other is not None and other.token == self._holder.token:
+                    # A renewal was written after its error was reported.
+                    self._tag = found.tag
+                    return
                 who = "another run" if other is None else other.describe()
                 self.lost = (
                     f"{self._objects.address} was taken over by {who}, because this process did "
@@ -90,6 +97,8 @@ class StoreLease(Lease):
         if self._objects is None or self.busy or self.lost is not None:
             return
         # If this fails, the next run waits until the lease is stale.
+        with contextlib.suppress(OSError, CheckpointError):
+            self.at_release()
         with contextlib.suppress(OSError), self._lock:
             self._write(released=True)
         self._objects = None
@@ -104,13 +113,15 @@ class StoreLease(Lease):
             _refuse_living_holder(objects, found, log)
             self.generation = max(known, _read_generation(found)) + 1
             self._tag = None if found is None else found.tag
-            self._objects = objects
-            try:
-                self._write()
-                return
-            except StaleTagError:
-                # Another run was faster. It is alive, so the next pass refuses.
-                self._objects = None
+            # The heartbeat of the local lease runs already, and must not write at the same time.
+            with self._lock:
+                self._objects = objects
+                try:
+                    self._write()
+                    return
+                except StaleTagError:
+                    # Another run was faster. It is alive, so the next pass refuses.
+                    self._objects = None
 
     def _write(self, *, released: bool = False) -> None:
         assert self._objects is not None
