@@ -150,19 +150,25 @@ class Mirror:
         with open(path, "wb") as file:
             file.truncate(size)
 
-    def push_records(self) -> None:
+    def push_records(self, *, exact: bool = False) -> None:
         """Upload the files of the folder that have changed: metrics, chronicle, events.
+
+        With `exact`, files that the folder does not have are deleted from the store.
 
         Raises:
             OSError: One cannot be read or written.
         """
-        for path in self._list_records():
+        paths = self._list_records()
+        for path in paths:
             status = path.stat()
             name = path.relative_to(self.root).as_posix()
             facts = (status.st_size, status.st_mtime_ns)
             if self._uploaded.get(name) != facts:
                 self.objects.upload(path, RECORDS + name)
                 self._uploaded[name] = facts
+        if exact:
+            kept = {RECORDS + path.relative_to(self.root).as_posix() for path in paths}
+            self.objects.delete(self.objects.list(RECORDS).keys() - kept)
 
     def pull_records(self, generation: int, log: Callable[[str], None]) -> None:
         """Download the files that another host has uploaded, so that this one continues them.
