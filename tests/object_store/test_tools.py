@@ -45,7 +45,7 @@ def test_inspection_and_rollback(
     stored.objects.write(key, bytes(content))
 
     before = stored.root
-    command = [address, "--to", "2", "--reason", "a test", "--main-log", "none"]
+    command = [address, "--to", "2", "--reason", "a test"]
     assert rollback.main([*command, "--dry-run"]) == 0
     assert stored.root == before
     assert rollback.main(command) == 0, capsys.readouterr()

@@ -170,7 +170,7 @@ def open_for_change(
     """
     with tempfile.TemporaryDirectory(prefix="megatron-mirror-") as temporary:
         objects = ObjectFolder(address)
-        mirror = Mirror(objects, Path(temporary))
+        mirror = Mirror(objects, Path(temporary), with_indices=True)
         root = RootObject(objects)
         lease: StoreLease | None = None
         with contextlib.ExitStack() as closing, _as_checkpoint_error():

@@ -30,7 +30,7 @@ from megatron.checkpoint.folder import (
 )
 from megatron.checkpoint.lease import FILE as LEASE_FILE
 from megatron.checkpoint.lineage import LINEAGE_FILE, UNPUBLISHED_FILE
-from megatron.checkpoint.manifest import CONFIG, MANIFEST, is_plain_name, read_manifest
+from megatron.checkpoint.manifest import CONFIG, INDEX, MANIFEST, is_plain_name, read_manifest
 from megatron.extras.object_store.objects import ObjectFolder
 from megatron.extras.object_store.root_object import RootRecord
 
@@ -41,7 +41,6 @@ WRITER_FILE = "store.json"
 RECORDS = "local/"
 """What the keys of the files of a local folder begin with."""
 STAGING = "staging"
-_SMALL = (MANIFEST, CONFIG)
 _NOT_RECORDS = {
     *(LATEST, LATEST_ITERATION, LEASE_FILE, LINEAGE_FILE, UNPUBLISHED_FILE, STARTED_MARKER),
     *(WRITER_FILE, STAGING),
@@ -51,13 +50,15 @@ _NOT_RECORDS = {
 class Mirror:
     """A local folder that mirrors an address."""
 
-    def __init__(self, objects: ObjectFolder, root: Path) -> None:
+    def __init__(self, objects: ObjectFolder, root: Path, *, with_indices: bool = False) -> None:
         """Create the mirror without reading anything.
 
         Args:
             objects: The address.
             root: The local folder.
+            with_indices: `pull` also downloads the indices of tensors, which may be large.
         """
+        self._with_indices = with_indices
         self.objects = objects
         self.root = root
         self._uploaded: dict[str, tuple[int, int]] = {}
@@ -231,7 +232,7 @@ class Mirror:
             path = folder / name
             if not is_plain_name(name) and name != MANIFEST:
                 log(f"warning: {self.objects.name(keys)} has an object {name!a}; it is left out")
-            elif name not in _SMALL or size > SETTINGS_BYTES:
+            elif not self._is_downloaded(name, size):
                 self.make_placeholder(path, size)
             elif not path.exists() or path.stat().st_size != size:
                 body = self.objects.read(f"{keys}/{name}")
@@ -241,6 +242,13 @@ class Mirror:
                 f"warning: {self.objects.name(keys)}/{problem}. Restore the object from a "
                 "version or a copy. Otherwise an older checkpoint is used"
             )
+
+    def _is_downloaded(self, name: str, size: int) -> bool:
+        """Return whether the mirror has the content of a file, and not only its size."""
+        if name == INDEX:
+            return self._with_indices
+        # A manifest has no limit but that of the reader. It grows with the number of ranks.
+        return name == MANIFEST or (name == CONFIG and size <= SETTINGS_BYTES)
 
     def _list_records(self) -> list[Path]:
         """Return the files of the run that are no part of a checkpoint."""

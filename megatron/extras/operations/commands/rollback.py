@@ -70,11 +70,16 @@ def roll_back_address(address: str, given: RollbackArguments) -> None:
         MegatronError: The rollback is not allowed or failed. Nothing has changed then.
     """
     with open_for_change(address, print_line, dry_run=given.dry_run) as (root, lease):
+        mirror = str(root)
+
+        def log(line: str) -> None:
+            print_line(line.replace(mirror, address))
+
         request = given.request.make_absolute()
         if lease is None:
-            roll_back(root, request, print_line, dry_run=True)
+            roll_back(root, request, log, dry_run=True)
         else:
-            roll_back_within_run(root, request, lease, print_line)
+            roll_back_within_run(root, request, lease, log)
 
 
 if __name__ == "__main__":
