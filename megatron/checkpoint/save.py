@@ -39,11 +39,13 @@ from megatron.checkpoint.policy import SavePolicy
 from megatron.checkpoint.publish import Published, Publisher
 from megatron.checkpoint.shard_file import WrittenFile, record_event, select_own_shards
 from megatron.checkpoint.stages import (
+    SMALL_FILES,
     SaveInProgress,
     SaveStage,
     SaveStages,
     StageOutcome,
     StageResult,
+    free_bytes,
 )
 from megatron.checkpoint.store import Store
 from megatron.config.checkpoint import CheckpointConfig
@@ -121,11 +123,11 @@ class Saver:
         """
         size = self._count_total_bytes(shards)
         # A call of a network file system can hang. `work` then names this rank.
-        room = self._ranks.work(
-            lambda: self._store.describe_room(self._root, size),
-            f"reading the free space of {self._root}",
-            self._log,
+        staging = self._store.choose_staging(self._root)
+        free = self._ranks.work(
+            lambda: free_bytes(staging), f"reading the free space of {staging}", self._log
         )
+        room = int(free // (self._store.count_staged(size) + SMALL_FILES))
         if self._config.async_save:
             how = "written while training continues"
         else:
@@ -135,7 +137,14 @@ class Saver:
             kept = "all are kept"
         else:
             kept = f"the newest {keep} are kept"
-        return f"{format_bytes(size)} each", f"{how}, {kept}; {room}"
+        if room > 0:
+            shortage = ""
+        else:
+            shortage = "; THERE IS NO ROOM: saves will fail"
+        return (
+            f"{format_bytes(size)} each",
+            f"{how}, {kept}; {format_bytes(free)} free, enough for {room}{shortage}",
+        )
 
     def _count_total_bytes(self, shards: Sequence[TensorShard]) -> int:
         """Return the bytes of the shards that all ranks own. All ranks must call it."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from megatron.base.plain_text import format_bytes
 from megatron.checkpoint.contents import CheckpointContents, write_small_files
 from megatron.checkpoint.digest import digest_of_text
 from megatron.checkpoint.folder import remove
@@ -32,6 +33,9 @@ from megatron.checkpoint.shard_file import (
 )
 from megatron.checkpoint.store import Store
 from megatron.parallel.ranks import Ranks, Work
+
+SMALL_FILES = 1 << 20
+"""Bytes that must be free in addition to the tensors, for index, manifest and metadata."""
 
 
 class SaveStage(Enum):
@@ -200,7 +204,14 @@ class SaveStages:
         if self._rank != 0:
             return
         self._publisher.confirm_lease()
-        self._store.check_room(self._root, save.total_bytes)
+        staging = self._store.choose_staging(self._root)
+        needed = self._store.count_staged(save.total_bytes)
+        free = free_bytes(staging)
+        if free < needed + SMALL_FILES:
+            raise OSError(
+                f"the checkpoint needs {format_bytes(needed)}, and {staging} has "
+                f"{format_bytes(free)} free; make room"
+            )
         remove(save.folder)
         # The parents are not created. If the file system was unmounted, this would write the
         # checkpoint onto the local disk under the mount point.
@@ -274,3 +285,10 @@ def read_small_files_back(folder: Path, manifest: Manifest) -> None:
         verify_file(folder, name, manifest.files[name]["bytes"], manifest.files[name]["xxh128"])
     text = manifest.dump_json()
     verify_file(folder, MANIFEST, len(text.encode()), digest_of_text(text))
+
+
+def free_bytes(root: Path) -> int:
+    """Return the free bytes of the file system that this user may still write."""
+    # `f_bavail` leaves out the blocks reserved for root, which `f_bfree` would count.
+    stat = os.statvfs(root)
+    return stat.f_bavail * stat.f_frsize

@@ -5,18 +5,13 @@ objects: the folder then holds the small files, and tensor files only while they
 """
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from megatron.base.plain_text import format_bytes
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.manifest import Manifest, verify_file
 from megatron.parallel.shard import TensorShard
-
-SMALL_FILES = 1 << 20
-"""Bytes that must be free in addition to the tensors, for index, manifest and metadata."""
 
 
 class Store:
@@ -36,25 +31,13 @@ class Store:
     def meet(self) -> None:
         """Share what rank 0 has acquired. All ranks call it."""
 
-    def describe_room(self, root: Path, size: int) -> str:
-        """Return how many checkpoints of `size` bytes fit, for the table at start."""
-        free = free_bytes(root)
-        room = int(free // (size + SMALL_FILES))
-        shortage = "" if room > 0 else "; THERE IS NO ROOM: saves will fail"
-        return f"{format_bytes(free)} free, enough for {room}{shortage}"
+    def choose_staging(self, root: Path) -> Path:
+        """Return the folder that needs room for a checkpoint."""
+        return root
 
-    def check_room(self, root: Path, size: int) -> None:
-        """Check on rank 0 that a checkpoint of `size` bytes can be written.
-
-        Raises:
-            OSError: It cannot.
-        """
-        free = free_bytes(root)
-        if free < size + SMALL_FILES:
-            raise OSError(
-                f"the checkpoint needs {format_bytes(size)}, and {root} has "
-                f"{format_bytes(free)} free; make room"
-            )
+    def count_staged(self, size: int) -> int:
+        """Return how many of the `size` bytes of a checkpoint need room there, on this host."""
+        return size
 
     def stage(self, folder: Path) -> Path:
         """Return the folder for this rank's tensor file of a save. Call it once in each save.
@@ -111,10 +94,3 @@ class Store:
             CheckpointError: One cannot be read.
         """
         yield checkpoint
-
-
-def free_bytes(root: Path) -> int:
-    """Return the free bytes of the file system that this user may still write."""
-    # `f_bavail` leaves out the blocks reserved for root, which `f_bfree` would count.
-    stat = os.statvfs(root)
-    return stat.f_bavail * stat.f_frsize

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.config.cli import load_config
 from megatron.config.config_with_origin import LoadedConfig
+from megatron.config.url import is_url
 from megatron.run.parts import (
     NO_PARTS,
     Exporter,
@@ -129,9 +130,11 @@ class InstalledParts(Parts):
         """Build the object store of an address."""
         if config.local_dir is None:
             return super().build_store(config, ranks)
-        from megatron.extras.object_store.store import ObjectStore
+        from megatron.extras.object_store.store import LoadedStore, ObjectStore
 
-        return ObjectStore(config, ranks)
+        if is_url(config.save or ""):
+            return ObjectStore(config, ranks)
+        return LoadedStore(config, ranks)
 
     def load_watchdog(self, folder: str | None) -> Callable[..., RollCall]:
         """Load the builder of the watchdog of --hang-timeout."""

@@ -11,9 +11,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from megatron.base.errors import CheckpointError
+from megatron.base.outside_file import POINTER_BYTES, load_text
 from megatron.base.plain_text import print_to_stderr
 from megatron.checkpoint.folder import parse_iteration
 from megatron.checkpoint.lease import Lease
@@ -21,15 +21,9 @@ from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.manifest import INDEX, MANIFEST
 from megatron.config.model import ModelConfig
 from megatron.config.url import is_url
-from megatron.extras.object_store.mirror import Mirror
-from megatron.extras.object_store.objects import ObjectFolder
-from megatron.extras.object_store.ranges import (
-    download_object,
-    fetch_blocks,
-    fetch_index,
-    find_blocks,
-    list_slices,
-)
+from megatron.extras.object_store.mirror import MARKER, Mirror
+from megatron.extras.object_store.objects import PART, ObjectFolder, raise_as_checkpoint_error
+from megatron.extras.object_store.ranges import fetch_blocks, fetch_index, fetch_shards
 from megatron.extras.object_store.root_object import RootObject
 from megatron.extras.object_store.store_lease import StoreLease
 from megatron.parallel.shard import TensorShard
@@ -90,7 +84,7 @@ class Place:
             for name, tensor in index.tensors.items()
             if name.startswith("weight/")
         ]
-        fetch_blocks(objects, checkpoint, index, find_blocks(index, slices), checkpoint.folder)
+        fetch_blocks(objects, checkpoint, index, slices, checkpoint.folder)
 
     def fetch_files(self, folder: Path, *, complete: bool) -> None:
         """Download the index of a checkpoint, or with `complete` all of its files, unchecked.
@@ -101,10 +95,10 @@ class Place:
         if not self.is_mirror:
             return
         objects = _find_objects(folder)
-        names = [path.name for path in folder.iterdir()] if complete else [INDEX]
-        with _as_checkpoint_error():
-            for name in sorted({*names, INDEX} & objects.list().keys() - {MANIFEST}):
-                download_object(objects, name, folder / name)
+        with raise_as_checkpoint_error():
+            for name, size in objects.list().items():
+                if name == INDEX or (complete and name != MANIFEST):
+                    download_object(objects, name, size, folder / name)
 
 
 @dataclass(frozen=True)
@@ -119,9 +113,7 @@ class FetchedCheckpoint(Checkpoint):
         finetune: bool = False,
     ) -> int:
         """Download the blocks that these shards need, and load them. See `Checkpoint`."""
-        index = self.read_index()
-        blocks = find_blocks(index, list_slices(index, shards))
-        fetch_blocks(_find_objects(self.folder), self, index, blocks, self.folder)
+        fetch_shards(_find_objects(self.folder), self, shards, self.folder)
         return super().load_into(shards, model, finetune=finetune)
 
 
@@ -147,7 +139,7 @@ def open_place(path: str | os.PathLike[str]) -> Iterator[Place]:
     with tempfile.TemporaryDirectory(prefix="megatron-mirror-") as temporary:
         root = Path(temporary, "run")
         objects = ObjectFolder(run)
-        with _as_checkpoint_error():
+        with raise_as_checkpoint_error():
             record = RootObject(objects).read()
             if record.latest is None and not record.folders:
                 raise CheckpointError(
@@ -173,19 +165,32 @@ def open_for_change(
         mirror = Mirror(objects, Path(temporary), with_indices=True)
         root = RootObject(objects)
         lease: StoreLease | None = None
-        with contextlib.ExitStack() as closing, _as_checkpoint_error():
+        with contextlib.ExitStack() as closing, raise_as_checkpoint_error():
             record = root.read()
             if not dry_run:
                 lease = StoreLease.acquire_both(mirror.root, objects, record.generation, log)
                 closing.callback(lease.release)
                 record = root.seize(lease.generation)
             mirror.pull(record, log)
-            mirror.pull_records(record.generation, log)
+            mirror.pull_records(record.generation, record.generation, log)
             yield mirror.root, lease
             if lease is not None:
                 lease.confirm()
                 root.publish(mirror.collect(root.record))
                 mirror.push_records(exact=True)
+
+
+def download_object(objects: ObjectFolder, name: str, size: int, path: Path) -> None:
+    """Download a complete object to a file, without checking it.
+
+    Raises:
+        OSError: It cannot be read or written.
+    """
+    with open(path, "wb") as file:
+        for at in range(0, size, 8 * PART):
+            begins = range(at, min(at + 8 * PART, size), PART)
+            for body in objects.run_parallel(lambda x: objects.read(name, x, x + PART), begins):
+                file.write(body)
 
 
 def find_address(path: str | os.PathLike[str]) -> str | None:
@@ -197,12 +202,4 @@ def find_address(path: str | os.PathLike[str]) -> str | None:
 
 def _find_objects(folder: Path) -> ObjectFolder:
     """Return the objects of a checkpoint in a mirror."""
-    return ObjectFolder((folder / "stored_as").read_text().strip())
-
-
-@contextlib.contextmanager
-def _as_checkpoint_error() -> Iterator[Any]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(str(error)) from error
+    return ObjectFolder(load_text(folder / MARKER, POINTER_BYTES).strip())

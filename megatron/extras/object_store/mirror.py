@@ -9,8 +9,7 @@ Each folder of a checkpoint has a file that says which objects are its own. A re
 Invariant: `pull` removes only folders that have this file.
 """
 
-import json
-import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from megatron.base.durable import replace_file, replace_file_by
 from megatron.base.errors import CheckpointError, DamagedError
-from megatron.base.outside_file import POINTER_BYTES, SETTINGS_BYTES, load_json, load_text
+from megatron.base.outside_file import POINTER_BYTES, SETTINGS_BYTES, load_text
 from megatron.checkpoint.folder import (
     DELETING,
     LATEST,
@@ -36,15 +35,16 @@ from megatron.extras.object_store.root_object import RootRecord
 
 MARKER = "stored_as"
 """File with the address of a checkpoint's objects, in its folder."""
-WRITER_FILE = "store.json"
+WRITER_FILE = "last_writer"
 """File with the address and the generation of the last writer that used a local folder."""
 RECORDS = "local/"
 """What the keys of the files of a local folder begin with."""
 STAGING = "staging"
-_NOT_RECORDS = {
-    *(LATEST, LATEST_ITERATION, LEASE_FILE, LINEAGE_FILE, UNPUBLISHED_FILE, STARTED_MARKER),
-    *(WRITER_FILE, STAGING),
-}
+_NO_RECORD = re.compile(
+    rf"\.|{LATEST}|{re.escape(LEASE_FILE)}|{LINEAGE_FILE}|{UNPUBLISHED_FILE}|{STARTED_MARKER}"
+    rf"|{WRITER_FILE}|{STAGING}/|global_step|loaded-|.*\.new$"
+)
+"""Paths in a local folder that are not uploaded."""
 
 
 class Mirror:
@@ -171,39 +171,33 @@ class Mirror:
             kept = {RECORDS + path.relative_to(self.root).as_posix() for path in paths}
             self.objects.delete(self.objects.list(RECORDS).keys() - kept)
 
-    def pull_records(self, generation: int, log: Callable[[str], None]) -> None:
+    def pull_records(self, generation: int, writer: int, log: Callable[[str], None]) -> None:
         """Download the files that another host has uploaded, so that this one continues them.
 
         Args:
             generation: That of the last writer of the address. If it has used this folder, the
                 files here are newer, because some lines were written after the last upload.
+            writer: The generation of this run, which uses the folder from now on.
             log: Called with warnings.
 
         Raises:
             OSError: One cannot be read or written.
         """
-        if self._read_last_writer() == generation:
-            return
-        for key in self.objects.list(RECORDS):
+        path = self.root / WRITER_FILE
+        last = f"{self.objects.address} {generation}\n"
+        is_last_writer = path.is_file() and load_text(path, POINTER_BYTES) == last
+        for key in () if is_last_writer else self.objects.list(RECORDS):
             name = key.removeprefix(RECORDS)
-            if not all(is_plain_name(part) for part in name.split("/")):
+            if all(is_plain_name(part) for part in name.split("/")):
+                self._download(key, self.root / name)
+            else:
                 log(f"warning: {self.objects.name(key)!a} is left out: its name is not plain")
-                continue
-            path = self.root / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            body = self.objects.read(key)
-            replace_file_by(path, lambda file, body=body: file.write(body))  # type: ignore[misc]
-
-    def record_writer(self, generation: int) -> None:
-        """Record that the writer of a generation uses this folder."""
-        record = {"address": self.objects.address, "generation": generation}
-        replace_file(self.root / WRITER_FILE, json.dumps(record) + "\n")
+        replace_file(path, f"{self.objects.address} {writer}\n")
 
     def _refuse_foreign_folder(self) -> None:
         """Raise CheckpointError if the folder has checkpoints that are not of this address."""
         for entry in self.root.iterdir():
-            is_real = parse_iteration(entry.name) is not None and not (entry / MARKER).is_file()
-            if is_real:
+            if parse_iteration(entry.name) is not None and not (entry / MARKER).is_file():
                 raise CheckpointError(
                     f"--local-dir {self.root} holds the checkpoint {entry.name}, which no run has "
                     f"stored at {self.objects.address}. Give a folder of its own"
@@ -235,8 +229,7 @@ class Mirror:
             elif not self._is_downloaded(name, size):
                 self.make_placeholder(path, size)
             elif not path.exists() or path.stat().st_size != size:
-                body = self.objects.read(f"{keys}/{name}")
-                replace_file_by(path, lambda file, body=body: file.write(body))  # type: ignore[misc]
+                self._download(f"{keys}/{name}", path)
         for problem in _find_problems(folder, sizes):
             log(
                 f"warning: {self.objects.name(keys)}/{problem}. Restore the object from a "
@@ -252,24 +245,14 @@ class Mirror:
 
     def _list_records(self) -> list[Path]:
         """Return the files of the run that are no part of a checkpoint."""
-        found = []
-        for folder, folders, files in os.walk(self.root):
-            path = Path(folder)
-            if path == self.root:
-                folders[:] = [
-                    name
-                    for name in folders
-                    if name not in _NOT_RECORDS and not name.startswith(("global_step", "loaded-"))
-                ]
-                files = [
-                    name
-                    for name in files
-                    if name not in _NOT_RECORDS and not name.startswith((LEASE_FILE, "."))
-                ]
-            elif MARKER in files:
-                files = []
-            found += [path / name for name in files if not name.endswith(".new")]
-        return sorted(path for path in found if path.is_file() and not path.is_symlink())
+        return [
+            path
+            for path in sorted(self.root.rglob("*"))
+            if path.is_file()
+            and not path.is_symlink()
+            and not _NO_RECORD.match(path.relative_to(self.root).as_posix())
+            and not (path.parent / MARKER).exists()
+        ]
 
     def _read(self, name: str) -> str | None:
         try:
@@ -277,15 +260,11 @@ class Mirror:
         except FileNotFoundError:
             return None
 
-    def _read_last_writer(self) -> int | None:
-        """Return the generation of the last writer that used this folder for this address."""
-        try:
-            record = load_json(self.root / WRITER_FILE, SETTINGS_BYTES)
-            if record["address"] != self.objects.address:
-                return None
-            return int(record["generation"])
-        except (OSError, ValueError, TypeError, KeyError):
-            return None
+    def _download(self, key: str, path: Path) -> None:
+        """Replace a small file by an object."""
+        body = self.objects.read(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file_by(path, lambda file: file.write(body))
 
 
 def _find_problems(folder: Path, sizes: Mapping[str, int]) -> list[str]:

@@ -6,20 +6,21 @@ has a nonce. Every error names the object. Nothing here reads or prints a creden
 finds them itself, in the environment, its files or the machine's role.
 """
 
+import contextlib
 import importlib.util
 import os
 import random
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.base.errors import CheckpointError, ConfigError
-from megatron.base.outside_file import RECORD_BYTES
+from megatron.base.outside_file import RECORD_BYTES, load_bytes, open_regular
 from megatron.config.url import find_address_mistake, redact
 
 PATIENCE_SECONDS = 60.0
@@ -30,7 +31,6 @@ _MOST_PARTS = 9_000
 """Parts of an upload. S3 allows 10,000."""
 _REQUESTS = 8
 """Requests of a rank at the same time. Their parts are in memory."""
-_FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 10.0
 _PER_REQUEST = 1_000
 """Objects that one request may list or delete, a limit of S3."""
@@ -39,11 +39,13 @@ _TEMPORARY = {
     *("ConditionalRequestConflict", "Throttling", "500", "502", "503", "504", "409"),
 }
 """Codes after which the same request may succeed."""
-_EXPIRED = {"ExpiredToken", "TokenRefreshRequired", "ExpiredTokenException", "RequestExpired"}
+_EXPIRED = {"ExpiredToken", "TokenRefreshRequired", "RequestExpired"}
 _REFUSED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "403"}
-_MISSING = {"NoSuchKey", "NoSuchUpload", "404", "NotFound"}
-_BEYOND = {"InvalidRange", "416"}
+_MISSING = {"NoSuchKey", "NoSuchUpload", "404"}
 _STALE = {"PreconditionFailed", "412"}
+_BEYOND = {"InvalidRange", "416"}
+_CLIENT = {"botocore", "aiobotocore", "aiohttp"}
+"""Packages whose errors are those of a request."""
 Result = TypeVar("Result")
 
 
@@ -88,9 +90,15 @@ class ObjectFolder:
 
     def name(self, key: str) -> str:
         """Return the address of an object, for messages."""
-        return f"{self.address}/{key}" if key else self.address
+        return f"{self.address}/{key}"
 
-    def read(self, key: str, begin: int | None = None, end: int | None = None) -> bytes:
+    def enter(self, keys: str) -> "ObjectFolder":
+        """Return the folder of the objects whose keys begin with a text and a slash."""
+        found = ObjectFolder(self.name(keys), self._patience)
+        found._system = self._connect()
+        return found
+
+    def read(self, key: str, begin: int | None = None, end: int = 0) -> bytes:
         """Return the bytes of an object from `begin` to `end`, by default all of them.
 
         If the object is shorter, the result is shorter too.
@@ -99,7 +107,7 @@ class ObjectFolder:
             FileNotFoundError: There is no such object.
             OSError: It cannot be read.
         """
-        options = {} if begin is None else {"Range": f"bytes={begin}-{(end or 0) - 1}"}
+        options = {} if begin is None else {"Range": f"bytes={begin}-{end - 1}"}
         try:
             return self._read(key, options).body
         except OSError as error:
@@ -161,26 +169,21 @@ class ObjectFolder:
         size = path.stat().st_size
         part = max(PART, -(-size // _MOST_PARTS))
         if size <= part:
-            self.write(key, path.read_bytes())
+            self.write(key, load_bytes(path, part))
             return
         upload = self._request("create_multipart_upload", key)["UploadId"]
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
 
             def send(number: int) -> dict[str, Any]:
                 body = os.pread(file.fileno(), part, part * (number - 1))
-                answer = self._request(
-                    "upload_part", key, UploadId=upload, PartNumber=number, Body=body
-                )
-                return {"PartNumber": number, "ETag": answer["ETag"]}
+                numbered = {"UploadId": upload, "PartNumber": number}
+                tag = self._request("upload_part", key, Body=body, **numbered)["ETag"]
+                return {"PartNumber": number, "ETag": tag}
 
             parts = list(self.run_parallel(send, range(1, -(-size // part) + 1)))
+        listed = {"UploadId": upload, "MultipartUpload": {"Parts": parts}}
         try:
-            self._request(
-                "complete_multipart_upload",
-                key,
-                UploadId=upload,
-                MultipartUpload={"Parts": parts},
-            )
+            self._request("complete_multipart_upload", key, **listed)
         except FileNotFoundError:
             # The reply to an earlier attempt may have been lost. Then the upload is gone and the
             # object is there. No other process writes to this key.
@@ -193,27 +196,25 @@ class ObjectFolder:
         Raises:
             OSError: They cannot be listed.
         """
-        found: dict[str, int] = {}
-        for answer in self._list_pages("list_objects_v2", below, "ContinuationToken", "MaxKeys"):
-            for entry in answer.get("Contents", ()):
-                found[entry["Key"].removeprefix(self._prefix)] = entry["Size"]
-        return found
+        options = {"MaxKeys": _PER_REQUEST, "Prefix": self._prefix + below}
+        return {
+            entry["Key"].removeprefix(self._prefix): entry["Size"]
+            for answer in self._list_pages("list_objects_v2", options, ("ContinuationToken",))
+            for entry in answer.get("Contents", ())
+        }
 
-    def delete(self, keys: Collection[str]) -> None:
+    def delete(self, keys: Iterable[str]) -> None:
         """Delete objects. Those that do not exist count as deleted.
 
         Raises:
             OSError: One cannot be deleted.
         """
-        waiting = sorted(keys)
-        while waiting:
-            some, waiting = waiting[:_PER_REQUEST], waiting[_PER_REQUEST:]
-            objects = [{"Key": self._prefix + key} for key in some]
-            answer = self._request(
-                "delete_objects", "", Delete={"Objects": objects, "Quiet": True}, with_key=False
-            )
+        objects = [{"Key": self._prefix + key} for key in keys]
+        while objects:
+            some, objects = objects[:_PER_REQUEST], objects[_PER_REQUEST:]
+            answer = self._request("delete_objects", None, Delete={"Objects": some})
             for error in answer.get("Errors", ()):
-                raise OSError(f"{self.name(some[0])} cannot be deleted: {error.get('Code')}")
+                raise OSError(f"{self.address}: {error['Key']} cannot be deleted: {error['Code']}")
 
     def abort_uploads(self, is_over: Callable[[str], bool]) -> int:
         """Abort the unfinished uploads in parts of the keys that a function accepts.
@@ -225,7 +226,9 @@ class ObjectFolder:
             OSError: They cannot be listed or aborted.
         """
         aborted = 0
-        for answer in self._list_pages("list_multipart_uploads", "", "KeyMarker", "MaxUploads"):
+        options = {"MaxUploads": _PER_REQUEST, "Prefix": self._prefix}
+        markers = ("KeyMarker", "UploadIdMarker")
+        for answer in self._list_pages("list_multipart_uploads", options, markers):
             for entry in answer.get("Uploads", ()):
                 key = entry["Key"].removeprefix(self._prefix)
                 if is_over(key):
@@ -242,7 +245,7 @@ class ObjectFolder:
         """
         key = f"probe-{uuid.uuid4().hex}"
 
-        def is_accepted(condition: dict[str, str]) -> str | None:
+        def write(**condition: str) -> str | None:
             try:
                 body = uuid.uuid4().bytes
                 return str(self._request("put_object", key, Body=body, **condition)["ETag"])
@@ -250,27 +253,20 @@ class ObjectFolder:
                 return None
 
         try:
-            first = is_accepted({"IfNoneMatch": "*"})
-            again = is_accepted({"IfNoneMatch": "*"})
-            second = is_accepted({"IfMatch": again or first or "*"})
+            first = write(IfNoneMatch="*") or ""
+            again = write(IfNoneMatch="*")
+            second = write(IfMatch=again or first)
             # `first` is the tag of a content that was replaced.
-            stale = is_accepted({"IfMatch": first or "*"})
-            ignored = [
-                name
-                for name, tag in (("If-None-Match", again), ("If-Match", stale))
-                if tag is not None
-            ]
+            stale = write(IfMatch=first)
         finally:
             self.delete([key])
-        if ignored or first is None or second is None:
-            what = (
-                f"ignores {' and '.join(ignored)}"
-                if ignored
-                else "refuses a conditional write that is right"
-            )
+        accepted = {"If-None-Match": again, "If-Match": stale}
+        ignored = " and ".join(name for name, tag in accepted.items() if tag is not None)
+        if ignored or not first or second is None:
             raise CheckpointError(
-                f"{self.address}: this store {what}, so two runs could overwrite each other's "
-                "checkpoints. Use a store with conditional writes (S3, MinIO, R2), or a folder"
+                f"{self.address}: this store ignores {ignored or 'the right condition'}, so two "
+                "runs could overwrite each other's checkpoints. Use a store with conditional "
+                "writes (S3, MinIO, R2), or a folder"
             )
 
     def run_parallel(
@@ -288,31 +284,21 @@ class ObjectFolder:
                     future.cancel()
 
     def _list_pages(
-        self, method: str, below: str, marker: str, limit: str
+        self, method: str, options: dict[str, Any], markers: Iterable[str]
     ) -> Iterator[dict[str, Any]]:
         """Yield the answers of a listing."""
-        position: dict[str, Any] = {}
         while True:
-            answer = self._request(
-                method,
-                "",
-                Prefix=self._prefix + below,
-                with_key=False,
-                **position,
-                **{limit: _PER_REQUEST},
-            )
+            answer = self._request(method, None, **options)
             yield answer
             if not answer.get("IsTruncated"):
                 return
-            position[marker] = answer[f"Next{marker}"]
-            if marker == "KeyMarker":
-                position["UploadIdMarker"] = answer["NextUploadIdMarker"]
+            options = {**options, **{marker: answer[f"Next{marker}"] for marker in markers}}
 
     def _read(self, key: str, options: dict[str, str], limit: int | None = None) -> TaggedObject:
         """Read an object or a range of it, with its tag. See `read` and `read_tagged`."""
 
         async def get() -> TaggedObject:
-            answer = await system._call_s3(
+            answer = await self._connect()._call_s3(
                 "get_object", Bucket=self._bucket, Key=self._prefix + key, **options
             )
             # A foreign object may have any size.
@@ -321,12 +307,15 @@ class ObjectFolder:
             async with answer["Body"] as body:
                 return TaggedObject(await body.read(), answer["ETag"])
 
-        system = self._connect()
-        return self._repeat(lambda: _run_in_loop(system, get), key)
+        def send() -> TaggedObject:
+            import fsspec.asyn
 
-    def _request(
-        self, method: str, key: str, *, with_key: bool = True, **arguments: Any
-    ) -> dict[str, Any]:
+            found: TaggedObject = fsspec.asyn.sync(self._connect().loop, get)
+            return found
+
+        return self._repeat(send, key)
+
+    def _request(self, method: str, key: str | None, **arguments: Any) -> dict[str, Any]:
         """Send a request, and repeat it after errors that may be temporary.
 
         Raises:
@@ -334,66 +323,55 @@ class ObjectFolder:
             FileNotFoundError: The object or the upload does not exist.
             OSError: Anything else. The message names the object and the fix.
         """
-        if with_key:
+        if key is not None:
             arguments["Key"] = self._prefix + key
-
-        def send() -> dict[str, Any]:
-            answer: dict[str, Any] = self._connect().call_s3(
-                method, Bucket=self._bucket, **arguments
-            )
-            return answer
-
-        return self._repeat(send, key)
+        arguments["Bucket"] = self._bucket
+        return self._repeat(lambda: self._connect().call_s3(method, **arguments), key or "")
 
     def _repeat(self, send: Callable[[], Result], key: str) -> Result:
         end = time.monotonic() + self._patience
-        pause = _FIRST_PAUSE
+        pause = 0.1
         while True:
             try:
                 return send()
             except Exception as error:
-                if not _is_of_a_request(error):
+                module = type(error).__module__.partition(".")[0]
+                # Anything else is a mistake in this package.
+                if not isinstance(error, OSError) and module not in _CLIENT:
                     raise
                 code = _find_code(error)
-                if code in _STALE:
-                    raise StaleTagError(f"{self.name(key)} was written by another run") from error
-                if code is not None and code not in _TEMPORARY:
+                is_late = time.monotonic() + pause > end
+                if is_late or (code is not None and code not in _TEMPORARY):
                     raise self._explain(key, code, error) from error
-                if time.monotonic() + pause > end:
-                    raise OSError(
-                        f"{self.name(key)}: no answer without an error within "
-                        f"{self._patience:g} s ({code or _describe(error)}); check the network, "
-                        "the endpoint and the state of the store"
-                    ) from error
             # Ranks that fail together should not come back together.
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _explain(self, key: str, code: str, error: Exception) -> OSError:
+    def _explain(self, key: str, code: str | None, error: Exception) -> OSError:
         """Return the error for people: the object, what the store has answered, and the fix."""
-        name = self.name(key)
+        name = self.name(key).rstrip("/")
+        if code in _STALE:
+            return StaleTagError(f"{name} was written by another run")
         if code in _MISSING:
             return FileNotFoundError(f"{name} does not exist")
-        if code == "NoSuchBucket":
-            return OSError(
-                f"{name}: the bucket {self._bucket} does not exist; create it, or "
-                "correct the address"
-            )
         if code in _EXPIRED | _REFUSED:
             # A new client reads the credentials again, which may have been renewed in a file.
             self._system = None
+        where = "those that the client finds (environment, ~/.aws, role of the machine)"
         if code in _EXPIRED:
-            return OSError(
-                f"{name}: the credentials have expired ({code}); renew those that the "
-                "client finds (environment, ~/.aws, role of the machine)"
-            )
+            return OSError(f"{name}: the credentials have expired ({code}); renew {where}")
         if code in _REFUSED:
-            return OSError(
-                f"{name}: the store refuses these credentials ({code}); the client finds"
-                " them in the environment, ~/.aws or the role of the machine. They need "
-                "to list, read, write and delete objects here"
-            )
-        return OSError(f"{name}: the store answers {code}: {_describe(error)}")
+            what = f"the store refuses these credentials ({code}); give {where}"
+            return OSError(f"{name}: {what} the right to list, read, write and delete here")
+        if code == "NoSuchBucket":
+            what = f"the bucket {self._bucket} does not exist; create it, or correct the address"
+            return OSError(f"{name}: {what}")
+        if code is not None and code not in _TEMPORARY:
+            return OSError(f"{name}: the store answers {code}: {error}")
+        return OSError(
+            f"{name}: no answer without an error within {self._patience:g} s "
+            f"({code or repr(error)}); check the network, the endpoint and the state of the store"
+        )
 
     def _connect(self) -> Any:
         """Return the client, which is created at the first request."""
@@ -401,25 +379,27 @@ class ObjectFolder:
             if self._system is None:
                 import s3fs
 
-                # All repetitions are in `_repeat`, which knows the object and the patience.
+                config = {
+                    # All repetitions are in `_repeat`, which knows the object and the patience.
+                    "retries": {"total_max_attempts": 1},
+                    "connect_timeout": 10,
+                    "read_timeout": 30,
+                    "max_pool_connections": 2 * _REQUESTS,
+                }
                 self._system = s3fs.S3FileSystem(
-                    skip_instance_cache=True,
-                    use_listings_cache=False,
-                    config_kwargs={
-                        "retries": {"total_max_attempts": 1},
-                        "connect_timeout": 10,
-                        "read_timeout": 30,
-                        "max_pool_connections": 2 * _REQUESTS,
-                    },
+                    skip_instance_cache=True, use_listings_cache=False, config_kwargs=config
                 )
                 self._system.retries = 1
             return self._system
 
 
-def _run_in_loop(system: Any, act: Callable[[], Any]) -> Any:
-    import fsspec.asyn
-
-    return fsspec.asyn.sync(system.loop, act)
+@contextlib.contextmanager
+def raise_as_checkpoint_error() -> Iterator[None]:
+    """Raise errors of a store or a disk as errors that all ranks report."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _find_code(error: BaseException | None) -> str | None:
@@ -428,18 +408,7 @@ def _find_code(error: BaseException | None) -> str | None:
         answer = getattr(error, "response", None)
         if isinstance(answer, dict) and "Error" in answer:
             return str(answer["Error"].get("Code"))
-        if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError"):
+        if "CredentialsError" in type(error).__name__:
             return "AccessDenied"
         error = error.__cause__
     return None
-
-
-def _is_of_a_request(error: Exception) -> bool:
-    """Return whether an error is one of a request, and not a mistake in this package."""
-    if isinstance(error, OSError):
-        return True
-    return type(error).__module__.partition(".")[0] in ("botocore", "aiobotocore", "aiohttp")
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -23,6 +23,8 @@ from megatron.parallel.shard import TensorShard
 
 Blocks = dict[str, set[int]]
 """File -> the numbers of its blocks."""
+Needed = tuple[str, TensorSlice]
+"""Kind and name of a tensor, and a slice of it."""
 
 
 class _BlockCollector(TensorReader):
@@ -37,12 +39,24 @@ class _BlockCollector(TensorReader):
         self.blocks.setdefault(file, set()).update(range(begin // BLOCK, -(-end // BLOCK)))
 
 
-def find_blocks(index: TensorIndex, needed: Iterable[tuple[str, TensorSlice]]) -> Blocks:
+def fetch_shards(
+    objects: ObjectFolder, checkpoint: Checkpoint, shards: Iterable[TensorShard], folder: Path
+) -> None:
+    """Download the index, and the blocks that a rank reads for its shards, to a folder.
+
+    Raises:
+        DamagedError, CheckpointError: See `fetch_blocks`.
+    """
+    index = fetch_index(objects, checkpoint, folder)
+    fetch_blocks(objects, checkpoint, index, list_slices(index, shards), folder)
+
+
+def find_blocks(index: TensorIndex, needed: Iterable[Needed]) -> Blocks:
     """Return the blocks that hold slices of tensors.
 
     Args:
         index: The index of the checkpoint.
-        needed: Kind and name of a tensor, and the slice of it.
+        needed: The slices.
     """
     collector = _BlockCollector()
     for name, part in needed:
@@ -55,9 +69,7 @@ def find_blocks(index: TensorIndex, needed: Iterable[tuple[str, TensorSlice]]) -
     return collector.blocks
 
 
-def list_slices(
-    index: TensorIndex, shards: Iterable[TensorShard]
-) -> Iterator[tuple[str, TensorSlice]]:
+def list_slices(index: TensorIndex, shards: Iterable[TensorShard]) -> Iterator[Needed]:
     """Yield what a rank reads for its shards: the tensor and the slice of it."""
     for shard in shards:
         name = f"{shard.kind}/{shard.name}"
@@ -88,21 +100,26 @@ def fetch_index(objects: ObjectFolder, checkpoint: Checkpoint, folder: Path) -> 
 
 
 def fetch_blocks(
-    objects: ObjectFolder, checkpoint: Checkpoint, index: TensorIndex, blocks: Blocks, folder: Path
+    objects: ObjectFolder,
+    checkpoint: Checkpoint,
+    index: TensorIndex,
+    needed: Iterable[Needed],
+    folder: Path,
 ) -> None:
-    """Download blocks of a checkpoint to files of a folder, at the same time.
+    """Download the blocks that hold slices of tensors to files of a folder, at the same time.
 
     Args:
         objects: The objects of the checkpoint.
         checkpoint: The checkpoint.
         index: Its index.
-        blocks: The blocks.
+        needed: The slices.
         folder: The folder. Files that exist there are only extended.
 
     Raises:
         DamagedError: A block is missing or altered. The message names the object.
         CheckpointError: One cannot be read, or the folder has no room.
     """
+    blocks = find_blocks(index, needed)
     digests = collect_digests(checkpoint.manifest, index)
     opened: dict[str, int] = {}
 
@@ -158,19 +175,13 @@ def verify_object(objects: ObjectFolder, name: str, size: int, xxh128: str) -> N
     """
     digester = Digester()
     begins = range(0, size, PART)
-    if size == 0:
-        begins = range(0)
-
-    def read(begin: int) -> bytes:
-        return _read(objects, name, begin, min(begin + PART, size))
-
     # A few parts at a time, because a file may be larger than the memory.
     for at in range(0, len(begins), 8):
-        for body in objects.run_parallel(read, begins[at : at + 8]):
+        parts = begins[at : at + 8]
+        for body in objects.run_parallel(lambda x: _read(objects, name, x, x + PART), parts):
             digester.update(body)
     found = digester.digest()
-    stored = objects.list(name).get(name)
-    if (found.bytes, found.xxh128) != (size, xxh128) or stored != size:
+    if (found.bytes, found.xxh128) != (size, xxh128) or objects.list(name).get(name) != size:
         raise DamagedError(f"{objects.name(name)} is not what was written", name)
 
 

@@ -30,7 +30,7 @@ class RootRecord:
     """The content of the object."""
 
     generation: int = 0
-    """That of the lease of its writer."""
+    """Generation of its writer's lease."""
     latest: str | None = None
     """Text of the pointer `latest`. None before the first checkpoint."""
     lineage: str | None = None
@@ -52,7 +52,7 @@ class RootObject:
 
     def __init__(self, objects: ObjectFolder) -> None:
         """Create it unread."""
-        self._objects = objects
+        self.objects = objects
         self._tag: str | None = None
         self.record = RootRecord()
         self.exists = False
@@ -64,7 +64,7 @@ class RootObject:
             CheckpointError: Its content is not one of this program.
             OSError: It cannot be read.
         """
-        found = self._objects.read_tagged(KEY)
+        found = self.objects.read_tagged(KEY)
         self.exists = found is not None
         self._tag = None if found is None else found.tag
         self.record = RootRecord() if found is None else self._parse(found.body)
@@ -97,7 +97,7 @@ class RootObject:
         """
         record = replace(record, nonce=uuid.uuid4().hex)
         text = json.dumps({"format": 1, **asdict(record)}, indent=1) + "\n"
-        self._tag = self._objects.write_if(KEY, text.encode(), self._tag)
+        self._tag = self.objects.write_if(KEY, text.encode(), self._tag)
         self.record = record
         self.exists = True
 
@@ -111,7 +111,7 @@ class RootObject:
         try:
             self.write(record)
         except StaleTagError:
-            found = RootObject(self._objects)
+            found = RootObject(self.objects)
             # An earlier attempt of this run may have been written after its error was reported.
             if found.read().generation != record.generation:
                 raise CheckpointError(self._describe_loss(found.record.generation)) from None
@@ -120,7 +120,7 @@ class RootObject:
 
     def _describe_loss(self, generation: int) -> str:
         return (
-            f"{self._objects.name(KEY)} was taken over by a later run (generation {generation}); "
+            f"{self.objects.name(KEY)} was taken over by a later run (generation {generation}); "
             "this run ends, and nothing of it becomes visible there"
         )
 
@@ -140,7 +140,7 @@ class RootObject:
                 raise ValueError("it has a name or a value that no writer gives")
         except (ValueError, TypeError, KeyError, AttributeError) as damage:
             raise CheckpointError(
-                f"{self._objects.name(KEY)} is not what was written: {damage}. Restore an earlier "
+                f"{self.objects.name(KEY)} is not what was written: {damage}. Restore an earlier "
                 "version of the object, if the bucket keeps versions"
             ) from damage
         return record

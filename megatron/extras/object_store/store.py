@@ -14,23 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.base.errors import CheckpointError, DamagedError
-from megatron.base.plain_text import format_bytes, format_count
 from megatron.checkpoint.folder import UNFINISHED
 from megatron.checkpoint.lease import Lease, is_alive, read_holder
 from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.manifest import CONFIG, INDEX, MANIFEST, Manifest
-from megatron.checkpoint.store import SMALL_FILES, Store, free_bytes
+from megatron.checkpoint.store import Store
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.url import is_url
 from megatron.extras.object_store.mirror import STAGING, Mirror
-from megatron.extras.object_store.objects import ObjectFolder
-from megatron.extras.object_store.ranges import (
-    fetch_blocks,
-    fetch_index,
-    find_blocks,
-    list_slices,
-    verify_object,
-)
+from megatron.extras.object_store.objects import ObjectFolder, raise_as_checkpoint_error
+from megatron.extras.object_store.ranges import fetch_shards, verify_object
 from megatron.extras.object_store.root_object import KEY, RootObject, find_generation
 from megatron.extras.object_store.store_lease import StoreLease
 from megatron.parallel.launcher import read_ranks_per_node
@@ -38,8 +31,8 @@ from megatron.parallel.ranks import Ranks
 from megatron.parallel.shard import TensorShard
 
 
-class ObjectStore(Store):
-    """The store of a run whose --save or --load is an address. See `Store`."""
+class LoadedStore(Store):
+    """The store of a run that only loads from addresses. See `Store`."""
 
     def __init__(self, config: CheckpointConfig, ranks: Ranks) -> None:
         """Create the store without a request.
@@ -55,85 +48,116 @@ class ObjectStore(Store):
         self._config = config
         self._ranks = ranks
         staging = Path(config.save_staging or Path(config.local_dir) / STAGING)
+        # Each rank has its own, because several ranks of a host need not start at the same time.
         self._staging = staging / f"rank_{ranks.rank:05d}"
-        self._mirrors: dict[Path, tuple[Mirror, RootObject]] = {}
-        """Local folder -> what it mirrors."""
-        for folder, address in self._list_addresses():
-            objects = ObjectFolder(address)
-            self._mirrors[folder] = (Mirror(objects, folder), RootObject(objects))
+        self._roots: dict[Path, RootObject] = {}
+        """Local folder -> the object that it mirrors."""
+        for address in (config.save, config.load, config.pretrained_checkpoint):
+            if address is not None and is_url(address):
+                # As the folder of --load, which `choose_own_run` makes of the last one.
+                folder = Path(str(replace(config, load=address).load_folder))
+                self._roots[folder] = RootObject(ObjectFolder(address))
+        self._keys = ""
+        """What the keys of the present save begin with."""
+
+    def open(self) -> None:
+        """See `Store`."""
+
+        def pull() -> None:
+            with raise_as_checkpoint_error():
+                self._prepare_writing()
+                for folder, root in self._roots.items():
+                    record = root.read()
+                    if not root.exists and not self._config.allow_fresh_start:
+                        _refuse_lost_root(root.objects)
+                    Mirror(root.objects, folder).pull(record, self._ranks.log)
+
+        names = ", ".join(root.objects.address for root in self._roots.values())
+        self._ranks.call_on_rank_0(pull, f"reading {names}", self._ranks.log)
+
+    def _prepare_writing(self) -> None:
+        """Check that this run may write. Without --save at an address there is nothing to check."""
+
+    def verify(self, folder: Path, name: str, size: int, xxh128: str) -> None:
+        """See `Store`."""
+        root = self._roots.get(folder.parent)
+        if root is None:
+            super().verify(folder, name, size, xxh128)
+            return
+        keys = Mirror(root.objects, folder.parent).find_keys(folder) or self._keys
+        verify_object(root.objects.enter(keys), name, size, xxh128)
+
+    @contextlib.contextmanager
+    def fetch(self, checkpoint: Checkpoint, shards: Sequence[TensorShard]) -> Iterator[Checkpoint]:
+        """See `Store`. The ranges are in the staging folder while the block runs."""
+        root = self._roots.get(checkpoint.folder.parent)
+        if root is None:
+            yield checkpoint
+            return
+        try:
+            with raise_as_checkpoint_error():
+                name = checkpoint.folder.name
+                # This host may have no folder that says where the objects are.
+                keys = Mirror(root.objects, checkpoint.folder.parent).find_keys(checkpoint.folder)
+                keys = keys or RootObject(root.objects).read().folders.get(name)
+                if keys is None:
+                    raise DamagedError(f"{root.objects.name(KEY)} does not name {name}", MANIFEST)
+                folder = self._empty_staging() / name
+                folder.mkdir()
+                fetch_shards(root.objects.enter(keys), checkpoint, shards, folder)
+            yield replace(checkpoint, folder=folder)
+        finally:
+            shutil.rmtree(self._staging, ignore_errors=True)
+
+    def _empty_staging(self) -> Path:
+        """Return this rank's staging folder without what an earlier save or load left."""
+        shutil.rmtree(self._staging, ignore_errors=True)
+        self._staging.mkdir(parents=True)
+        return self._staging
+
+
+class ObjectStore(LoadedStore):
+    """The store of a run whose --save is an address. See `Store`."""
+
+    def __init__(self, config: CheckpointConfig, ranks: Ranks) -> None:
+        """Create the store without a request. See `LoadedStore`."""
+        super().__init__(config, ranks)
+        self._folder = Path(str(config.save_folder))
+        self._root = self._roots[self._folder]
+        self._objects = self._root.objects
+        self._mirror = Mirror(self._objects, self._folder)
         self._lease: StoreLease | None = None
         self._token = ""
         """Generation and a random number, which the keys of this writer's objects contain."""
         self._attempt = 0
         """Number of saves that were started."""
-        self._keys = ""
-        """What the keys of the present save begin with."""
 
-    def _list_addresses(self) -> Iterator[tuple[Path, str]]:
-        config = self._config
-        if config.save is not None and is_url(config.save):
-            yield Path(str(config.save_folder)), config.save
-        for load in (config.load, config.pretrained_checkpoint):
-            if load is not None and is_url(load):
-                yield Path(str(replace(config, load=load).load_folder)), load
-
-    @property
-    def _own(self) -> tuple[Mirror, RootObject] | None:
-        """The mirror of --save. None if that is a folder."""
-        return self._mirrors.get(Path(str(self._config.save_folder)))
-
-    def open(self) -> None:
-        """See `Store`. It also checks that the store of --save has conditional writes."""
-        log = self._ranks.log
-
-        def pull() -> None:
-            with _as_checkpoint_error():
-                for folder, (mirror, root) in self._mirrors.items():
-                    if self._config.save is not None and folder == Path(
-                        str(self._config.save_folder)
-                    ):
-                        _refuse_running_holder(folder)
-                        mirror.objects.check_conditional_writes()
-                    record = root.read()
-                    self._refuse_lost_root(mirror, root)
-                    mirror.pull(record, log)
-
-        names = ", ".join(mirror.objects.address for mirror, _ in self._mirrors.values())
-        self._ranks.call_on_rank_0(pull, f"reading {names}", log)
-
-    def _refuse_lost_root(self, mirror: Mirror, root: RootObject) -> None:
-        """Raise CheckpointError if there are objects of checkpoints, and nothing names them."""
-        if root.exists or self._config.allow_fresh_start:
-            return
-        found = sorted({key.partition("/")[0] for key in mirror.objects.list("global_step")})
-        if found:
+    def _prepare_writing(self) -> None:
+        """Check that the store has conditional writes, and that no run uses the local folder."""
+        holder = read_holder(self._folder)
+        if holder is not None and is_alive(holder):
             raise CheckpointError(
-                f"{mirror.objects.name(KEY)} does not exist, and there are {found[-1]} and "
-                f"{format_count(len(found) - 1, 'other checkpoint')}. Restore the object from a "
-                "version, or give --allow-fresh-start, which removes them"
+                f"--local-dir {self._folder} is being written to by {holder.describe()}; end that "
+                "run, or give another --local-dir"
             )
+        self._objects.check_conditional_writes()
 
     def acquire(self, root: Path, log: Callable[[str], None]) -> Lease:
         """Become the writer of the address and of the local folder, on rank 0."""
-        if self._own is None:
-            return super().acquire(root, log)
-        mirror, root_object = self._own
-        self._lease = StoreLease.acquire_both(
-            root, mirror.objects, root_object.read().generation, log
-        )
+        known = self._root.read().generation
+        self._lease = StoreLease.acquire_both(root, self._objects, known, log)
         try:
             generation = self._lease.generation
             # From here on, an earlier writer cannot publish.
-            before = root_object.seize(generation)
-            mirror.pull(before, log)
-            mirror.pull_records(before.generation, log)
-            mirror.record_writer(generation)
-            self._remove_orphans(keep="")
+            before = self._root.seize(generation)
+            self._mirror.pull(before, log)
+            self._mirror.pull_records(before.generation, generation, log)
+            self._remove_orphans()
         except BaseException:
             self._lease.release()
             raise
         # The last lines come after the last save.
-        self._lease.at_release = mirror.push_records
+        self._lease.at_release = self._mirror.push_records
         self._token = f"{generation}-{uuid.uuid4().hex[:8]}"
         return self._lease
 
@@ -141,184 +165,85 @@ class ObjectStore(Store):
         """See `Store`."""
         self._token = self._ranks.call_on_rank_0(lambda: self._token, "sharing the lease")
 
-    def describe_room(self, root: Path, size: int) -> str:
-        """See `Store`. The address has no limit, and the staging folder one checkpoint."""
-        if self._own is None:
-            return super().describe_room(root, size)
-        self._staging.mkdir(parents=True, exist_ok=True)
-        free = free_bytes(self._staging)
-        needed = self._count_staged(size)
-        shortage = "" if free >= needed else "; THERE IS NO ROOM: saves will fail"
-        return (
-            f"uploaded to {self._config.save} from {self._staging.parent}, which needs "
-            f"{format_bytes(needed)} on this host and has {format_bytes(free)} free{shortage}"
-        )
-
-    def check_room(self, root: Path, size: int) -> None:
+    def choose_staging(self, root: Path) -> Path:
         """See `Store`."""
-        if self._own is None:
-            super().check_room(root, size)
-            return
         self._staging.mkdir(parents=True, exist_ok=True)
-        free = free_bytes(self._staging)
-        if free < self._count_staged(size):
-            raise OSError(
-                f"the files of this host need {format_bytes(self._count_staged(size))}, and "
-                f"{self._staging.parent} has {format_bytes(free)} free; make room, or give another "
-                "--save-staging"
-            )
+        return self._staging
 
-    def _count_staged(self, size: int) -> int:
-        """Return the bytes of a checkpoint that the ranks of this host write."""
+    def count_staged(self, size: int) -> int:
+        """See `Store`. A host needs room for the files of its own ranks."""
         ranks = self._ranks.size
-        return size * read_ranks_per_node(ranks, unknown=ranks) // ranks + SMALL_FILES
+        return size * read_ranks_per_node(ranks, unknown=ranks) // ranks
 
     def stage(self, folder: Path) -> Path:
         """See `Store`. Each attempt has keys of its own."""
-        if self._own is None:
-            return folder
         self._attempt += 1
         self._keys = f"{folder.name.removesuffix(UNFINISHED)}-{self._token}-{self._attempt}"
-        shutil.rmtree(self._staging, ignore_errors=True)
-        self._staging.mkdir(parents=True)
-        return self._staging
+        return self._empty_staging()
 
     def upload(self, staged: Path, name: str) -> None:
         """See `Store`. The file is removed, also after an error."""
-        if self._own is None:
-            return
         try:
-            self._own[0].objects.upload(staged / name, f"{self._keys}/{name}")
+            self._objects.upload(staged / name, f"{self._keys}/{name}")
         finally:
             (staged / name).unlink(missing_ok=True)
 
     def complete(self, folder: Path, manifest: Manifest) -> None:
         """See `Store`."""
-        if self._own is None:
-            return
-        mirror = self._own[0]
         for name in (INDEX, CONFIG, MANIFEST):
-            mirror.objects.upload(folder / name, f"{self._keys}/{name}")
-        for name, facts in manifest.files.items():
-            if name not in (INDEX, CONFIG):
-                mirror.make_placeholder(folder / name, facts["bytes"])
-        mirror.mark(folder, self._keys)
-
-    def verify(self, folder: Path, name: str, size: int, xxh128: str) -> None:
-        """See `Store`."""
-        for root, (mirror, _) in self._mirrors.items():
-            if folder.parent == root:
-                keys = mirror.find_keys(folder) or self._keys
-                verify_object(ObjectFolder(mirror.objects.name(keys)), name, size, xxh128)
-                return
-        super().verify(folder, name, size, xxh128)
+            self._objects.upload(folder / name, f"{self._keys}/{name}")
+        for name in manifest.files.keys() - {INDEX, CONFIG}:
+            self._mirror.make_placeholder(folder / name, manifest.files[name]["bytes"])
+        self._mirror.mark(folder, self._keys)
 
     def publish(self) -> None:
         """See `Store`. This is the one write that makes a checkpoint visible."""
-        if self._own is None:
-            return
-        mirror, root = self._own
-        root.publish(mirror.collect(root.record))
+        self._root.publish(self._mirror.collect(self._root.record))
 
     def has_published(self, iteration: int) -> bool:
         """See `Store`."""
-        return self._own is None or self._own[1].record.latest == f"global_step{iteration}"
+        return self._root.record.latest == f"global_step{iteration}"
 
     def clean_up(self, removed: Sequence[int]) -> list[str]:
         """See `Store`. It also uploads the records of the run."""
-        if self._own is None:
-            return []
-        mirror, root = self._own
         names = {f"global_step{iteration}" for iteration in removed}
+        record = self._root.record
+        folders = {name: keys for name, keys in record.folders.items() if name not in names}
         try:
-            if names:
-                folders = {
-                    name: keys for name, keys in root.record.folders.items() if name not in names
-                }
-                # First, because no reader may find a checkpoint whose objects are going.
-                root.publish(replace(root.record, folders=folders))
-            self._remove_orphans(keep=self._keys)
-            mirror.push_records()
+            # First, because no reader may find a checkpoint whose objects are going.
+            if len(folders) < len(record.folders):
+                self._root.publish(replace(record, folders=folders))
+            self._remove_orphans()
+            self._mirror.push_records()
         except OSError as error:
             return [f"warning: {error}; the next save tries again"]
         return []
 
-    def _remove_orphans(self, keep: str) -> None:
+    def _remove_orphans(self) -> None:
         """Delete the objects and abort the uploads that no checkpoint has.
-
-        Args:
-            keep: What the keys of the present save begin with. They stay.
 
         Raises:
             OSError: One cannot be removed.
         """
-        assert self._own is not None
         assert self._lease is not None
-        mirror, root = self._own
-        named = {*root.record.folders.values(), keep}
+        named = set(self._root.record.folders.values())
         own = self._lease.generation
 
         def is_orphan(key: str) -> bool:
             generation = find_generation(key)
-            # A later writer may have begun. Its objects are not ours to remove.
-            if generation is None or generation > own:
-                return False
-            return key.partition("/")[0] not in named
+            # A later writer may be active. Its objects are not ours to remove.
+            return generation in range(own + 1) and key.partition("/")[0] not in named
 
-        mirror.objects.delete([key for key in mirror.objects.list("global_step") if is_orphan(key)])
-        mirror.objects.abort_uploads(is_orphan)
-
-    @contextlib.contextmanager
-    def fetch(self, checkpoint: Checkpoint, shards: Sequence[TensorShard]) -> Iterator[Checkpoint]:
-        """See `Store`. The ranges are in the staging folder while the block runs."""
-        found = self._mirrors.get(checkpoint.folder.parent)
-        if found is None:
-            yield checkpoint
-            return
-        try:
-            objects = _find_objects(*found, checkpoint.folder)
-            folder = self._staging / checkpoint.folder.name
-            shutil.rmtree(self._staging, ignore_errors=True)
-            folder.mkdir(parents=True)
-            index = fetch_index(objects, checkpoint, folder)
-            blocks = find_blocks(index, list_slices(index, shards))
-            fetch_blocks(objects, checkpoint, index, blocks, folder)
-            yield replace(checkpoint, folder=folder)
-        except OSError as error:
-            raise CheckpointError(f"{checkpoint.folder} cannot be fetched: {error}") from error
-        finally:
-            shutil.rmtree(self._staging, ignore_errors=True)
+        self._objects.delete(filter(is_orphan, self._objects.list("global_step")))
+        self._objects.abort_uploads(is_orphan)
 
 
-def _find_objects(mirror: Mirror, root: RootObject, folder: Path) -> ObjectFolder:
-    """Return the objects of a checkpoint, whose folder this host may not have.
-
-    Raises:
-        DamagedError: No checkpoint has this name.
-        CheckpointError, OSError: `latest.json` cannot be read.
-    """
-    keys = mirror.find_keys(folder)
-    if keys is None:
-        keys = RootObject(mirror.objects).read().folders.get(folder.name)
-    if keys is None:
-        raise DamagedError(f"{mirror.objects.name(KEY)} does not name {folder.name}", MANIFEST)
-    return ObjectFolder(mirror.objects.name(keys))
-
-
-def _refuse_running_holder(folder: Path) -> None:
-    """Raise CheckpointError if a run of this host uses the folder, which `pull` would change."""
-    holder = read_holder(folder)
-    if holder is not None and is_alive(holder):
+def _refuse_lost_root(objects: ObjectFolder) -> None:
+    """Raise CheckpointError if there are objects of checkpoints, and nothing names them."""
+    found = sorted(objects.list("global_step"))
+    if found:
         raise CheckpointError(
-            f"--local-dir {folder} is being written to by {holder.describe()}; end that run, or "
-            "give another --local-dir"
+            f"{objects.name(KEY)} does not exist, and there are {found[-1]} and other objects of "
+            "checkpoints. Restore the object from a version, or give --allow-fresh-start, which "
+            "removes them"
         )
-
-
-@contextlib.contextmanager
-def _as_checkpoint_error() -> Iterator[None]:
-    """Raise errors of the store so that all ranks report them."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(str(error)) from error
