@@ -68,6 +68,7 @@ MISSING = {
     "--eval-tasks lambada": "training.scoring",
     "--fp8-format hybrid --fp8-recipe tensorwise --fp8-emulate": "training.float8",
     "--hf-export-interval 10": "interop.convert",
+    "--local-dir local": "object_store",
     "--memory-snapshot": "training.profiling",
     "--profile-iterations 2-3": "training.profiling",
     "--spike-guard skip-step": "training.guard",

@@ -23,5 +23,9 @@ if importlib.util.find_spec("megatron.extras") is not None and not torch.cuda.is
     with contextlib.suppress(ConfigError):
         import_deepspeed("cpu")
 
+# The client of object stores takes a second. It starts no thread before its first use.
+if importlib.util.find_spec("s3fs") is not None:
+    import s3fs  # noqa: F401
+
 # The garbage collections of the workers skip these objects. There are very many of them.
 gc.freeze()

@@ -325,6 +325,11 @@ def _read(path: Path) -> LeaseHolder | None:
         record = load_json(path, SETTINGS_BYTES)
     except (FileNotFoundError, ValueError):
         return None
+    return parse_holder(record)
+
+
+def parse_holder(record: object) -> LeaseHolder | None:
+    """Return the holder that a record in JSON describes, or None if it is not valid."""
     if not isinstance(record, Mapping):
         return None
     # A later version may have added fields. They are ignored, and the known ones are used.

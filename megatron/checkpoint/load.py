@@ -5,7 +5,7 @@ the run is refused before anything is written into the shards.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -159,8 +159,12 @@ class Checkpoint:
         for name, facts in self.manifest.files.items():
             check_size(self.folder, name, facts["bytes"])
 
-    def verify(self, name: str) -> None:
+    def verify(self, name: str, read: Callable[[Path, str, int, str], None] = verify_file) -> None:
         """Read one file completely and compare it with its digest.
+
+        Args:
+            name: The file.
+            read: Reads the file where it is kept. See `verify_file`.
 
         Raises:
             DamagedError: If it differs or is missing.
@@ -170,7 +174,7 @@ class Checkpoint:
         if name == MANIFEST:
             read_manifest(self.folder)
         else:
-            verify_file(
+            read(
                 self.folder,
                 name,
                 self.manifest.files[name]["bytes"],

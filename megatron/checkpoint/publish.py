@@ -37,6 +37,7 @@ from megatron.checkpoint.lineage import (
     write_lineage,
 )
 from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.store import Store
 from megatron.config.checkpoint import CheckpointConfig
 
 
@@ -71,6 +72,7 @@ class Publisher:
         lease: Lease | None,
         in_use: Callable[[], Collection[int]] = tuple,
         rollback_distance: int | None = None,
+        store: Store | None = None,
     ) -> None:
         """Create a publisher without an unfinished attempt.
 
@@ -81,7 +83,9 @@ class Publisher:
             in_use: Returns the iterations of checkpoints that must stay for now. It is called from
                 any thread.
             rollback_distance: See `select_removable_entries`.
+            store: Where checkpoints are kept besides `root`. Default: nowhere.
         """
+        self._store = store or Store()
         self._root = root
         self._rollback_distance = rollback_distance
         self._config = config
@@ -149,6 +153,7 @@ class Publisher:
             write_lineage(self._root, manifest, self.confirm_lease)
             point_to(self._root, iteration, self.confirm_lease)
             self.confirm_lease()
+            self._store.publish()
         except OSError as error:
             if not self._is_in_place(manifest):
                 raise
@@ -190,6 +195,8 @@ class Publisher:
 
     def _is_pointed_to(self, iteration: int) -> bool:
         """Return whether `latest` names the iteration. False if that cannot be read."""
+        if not self._store.has_published(iteration):
+            return False
         try:
             text = load_text(self._root / LATEST, POINTER_BYTES, decoding="replace")
         except OSError:
@@ -209,6 +216,7 @@ class Publisher:
         except OSError as error:
             messages.append(f"warning: {error}; the next save tries again to remove it")
         removed: list[LineageEntry] = []
+        gone: list[int] = []
 
         def is_on_disk(entry: LineageEntry) -> bool:
             try:
@@ -229,6 +237,7 @@ class Publisher:
                 # The folder may hold a checkpoint of another lineage, which is not ours to remove.
                 if is_entry_on_disk(self._root, entry):
                     remove(step_folder(self._root, entry.iteration))
+                    gone.append(entry.iteration)
                     messages.append(
                         f"removed by --keep-latest-checkpoints: global_step{entry.iteration}"
                     )
@@ -237,5 +246,6 @@ class Publisher:
                 messages.append(
                     f"warning: global_step{entry.iteration} could not be removed: {error}"
                 )
+        messages += self._store.clean_up(gone)
         remaining = tuple(entry for entry in lineage if entry not in removed)
         return Published(iteration, remaining, messages)

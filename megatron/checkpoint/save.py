@@ -47,6 +47,7 @@ from megatron.checkpoint.stages import (
     StageResult,
     free_bytes,
 )
+from megatron.checkpoint.store import Store
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.parallel.ranks import Ranks, Work
 from megatron.parallel.shard import TensorShard
@@ -70,6 +71,7 @@ class Saver:
         in_use: Callable[[], Collection[int]] = tuple,
         lineage: Lineage = (),
         rollback_distance: int | None = None,
+        store: Store | None = None,
     ) -> None:
         """Create a saver without a save in progress.
 
@@ -84,7 +86,9 @@ class Saver:
                 called on rank 0, from any thread.
             lineage: The checkpoints in `root` that the run came through so far.
             rollback_distance: See `select_removable_entries`.
+            store: Where checkpoints are kept besides `root`. Default: nowhere.
         """
+        self._store = store or Store()
         self._root = root
         self._config = config or CheckpointConfig()
         self._ranks = ranks or Ranks()
@@ -92,8 +96,8 @@ class Saver:
         self._log = log
         self._saved = saved
         self._policy = SavePolicy(self._config)
-        publisher = Publisher(root, self._config, lease, in_use, rollback_distance)
-        self._stages = SaveStages(root, self._ranks, publisher)
+        publisher = Publisher(root, self._config, lease, in_use, rollback_distance, self._store)
+        self._stages = SaveStages(root, self._ranks, publisher, self._store)
         self._save: SaveInProgress | None = None
         self._warned = False
         """Whether a warning of the stage WRITE was logged. It is the same for each save."""
@@ -119,10 +123,11 @@ class Saver:
         """
         size = self._count_total_bytes(shards)
         # A call of a network file system can hang. `work` then names this rank.
+        staging = self._store.choose_staging(self._root)
         free = self._ranks.work(
-            lambda: free_bytes(self._root), f"reading the free space of {self._root}", self._log
+            lambda: free_bytes(staging), f"reading the free space of {staging}", self._log
         )
-        room = int(free // (size + SMALL_FILES))
+        room = int(free // (self._store.count_staged(size) + SMALL_FILES))
         if self._config.async_save:
             how = "written while training continues"
         else:

@@ -31,6 +31,7 @@ from megatron.checkpoint.shard_file import (
     copy_to_host,
     write_shard_file,
 )
+from megatron.checkpoint.store import Store
 from megatron.parallel.ranks import Ranks, Work
 
 SMALL_FILES = 1 << 20
@@ -152,14 +153,16 @@ class StageOutcome:
 class SaveStages:
     """The work of this rank in each stage."""
 
-    def __init__(self, root: Path, ranks: Ranks, publisher: Publisher) -> None:
+    def __init__(self, root: Path, ranks: Ranks, publisher: Publisher, store: Store) -> None:
         """Create the stages of a run's saves.
 
         Args:
             root: Folder of the run's checkpoints.
             ranks: The ranks that save together.
             publisher: The publisher of `root`. Only rank 0 uses it.
+            store: Where files go when they are written.
         """
+        self._store = store
         self._root = root
         self._rank = ranks.rank
         self._size = ranks.size
@@ -201,10 +204,12 @@ class SaveStages:
         if self._rank != 0:
             return
         self._publisher.confirm_lease()
-        free = free_bytes(self._root)
-        if free < save.total_bytes + SMALL_FILES:
+        staging = self._store.choose_staging(self._root)
+        needed = self._store.count_staged(save.total_bytes)
+        free = free_bytes(staging)
+        if free < needed + SMALL_FILES:
             raise OSError(
-                f"the checkpoint needs {format_bytes(save.total_bytes)}, and {self._root} has "
+                f"the checkpoint needs {format_bytes(needed)}, and {staging} has "
                 f"{format_bytes(free)} free; make room"
             )
         remove(save.folder)
@@ -215,13 +220,19 @@ class SaveStages:
     def _write(self, save: SaveInProgress) -> WrittenFile | None:
         """Write the shards of this rank to its file. Return None if it owns none."""
         try:
+            # First, because all ranks must call it, also one that has no memory for the copies.
+            folder = self._store.stage(save.folder)
             tensors = {key: shard.tensor for key, shard in save.shards.items()}
             if save.copy_first:
                 tensors = copy_to_host(tensors, self._buffer, save.ready)
                 save.copied.set()
             if not save.shards:
                 return None
-            return write_shard_file(save.folder, self._rank, save.shards, tensors)
+            written = write_shard_file(folder, self._rank, save.shards, tensors)
+            # The file is complete, so the tensors may change during an upload.
+            save.copied.set()
+            self._store.upload(folder, written.file)
+            return written
         finally:
             # Also after a failure. Otherwise `wait_for_copy` would block the training loop forever.
             save.copied.set()
@@ -243,7 +254,8 @@ class SaveStages:
         """
         # The stride distributes the files evenly if there are fewer files than ranks.
         for written in save.files[(self._rank + 1) % self._size :: self._size]:
-            verify_file(save.folder, written.file, written.digest.bytes, written.digest.xxh128)
+            digest = written.digest
+            self._store.verify(save.folder, written.file, digest.bytes, digest.xxh128)
 
     def _publish(self, save: SaveInProgress) -> Published | None:
         """Write the small files, rename the folder, move the pointers, and clean up."""
@@ -257,6 +269,7 @@ class SaveStages:
         manifest = write_small_files(save.folder, save.contents, save.files, before, keep=save.keep)
         # Read back before the pointers move, because older checkpoints are removed after that.
         read_small_files_back(save.folder, manifest)
+        self._store.complete(save.folder, manifest)
         self._publisher.confirm_lease()
         return self._publisher.publish(manifest, save.folder)
 

@@ -30,7 +30,8 @@ from megatron.checkpoint.folder import (
 from megatron.checkpoint.lineage import Lineage, find_lineage_before
 from megatron.checkpoint.load import Checkpoint, open_checkpoint
 from megatron.checkpoint.manifest import MANIFEST, manifest_of_text
-from megatron.config.checkpoint import CheckpointConfig
+from megatron.checkpoint.store import Store
+from megatron.config.checkpoint import CheckpointConfig, resolve_place
 from megatron.parallel.ranks import Ranks
 
 _ATTEMPTS = 5
@@ -89,7 +90,11 @@ def choose_own_run(config: CheckpointConfig) -> CheckpointConfig:
         base = config.pretrained_checkpoint
         config = replace(config, load=base, finetune=True, pretrained_checkpoint=None)
     is_own = config.load is None or config.save is None or config.resumes_itself
-    if is_own or config.allow_fresh_start or not list_saved_iterations(Path(str(config.save))):
+    if (
+        is_own
+        or config.allow_fresh_start
+        or not list_saved_iterations(Path(str(config.save_folder)))
+    ):
         return config
     own = replace(
         config,
@@ -104,7 +109,7 @@ def choose_own_run(config: CheckpointConfig) -> CheckpointConfig:
         return config
     root, name = os.path.split(found.state.get("base", ""))
     same_iteration = config.load_iteration in (None, parse_iteration(name))
-    if root == os.path.realpath(str(config.load)) and same_iteration:
+    if root == resolve_place(str(config.load)) and same_iteration:
         return own
     return config
 
@@ -152,7 +157,7 @@ def _read_pointed(config: CheckpointConfig) -> int | None:
     """Return the iteration that the pointers of `--load` name. None if there is no pointer."""
     if config.load is None:
         return None
-    return read_pointed_iteration(Path(config.load))
+    return read_pointed_iteration(Path(str(config.load_folder)))
 
 
 def _find_once(config: CheckpointConfig, known_damage: Mapping[int, str] | None) -> StartPoint:
@@ -167,7 +172,7 @@ def _find_once(config: CheckpointConfig, known_damage: Mapping[int, str] | None)
         if config.require_load:
             raise CheckpointError("--require-load needs --load FOLDER")
         return StartPoint(None)
-    root = Path(config.load)
+    root = Path(str(config.load_folder))
     _refuse_single_checkpoint(root)
     saved = list_saved_iterations(root)
     if config.load_iteration is not None:
@@ -198,9 +203,9 @@ def _refuse_foreign_checkpoint(config: CheckpointConfig) -> None:
     Raises:
         CheckpointError: If it has.
     """
-    if config.load is None or list_saved_iterations(Path(config.load)):
+    if config.load is None or list_saved_iterations(Path(str(config.load_folder))):
         return
-    maker = find_foreign_maker(Path(config.load))
+    maker = find_foreign_maker(Path(str(config.load_folder)))
     if maker is not None:
         raise CheckpointError(
             f"--load {config.load} holds a checkpoint of {maker}, which cannot be read here; "
@@ -413,7 +418,7 @@ def _refuse_to_overwrite(config: CheckpointConfig) -> None:
         or (config.resumes_itself and not config.finetune)
     ):
         return
-    saved = list_saved_iterations(Path(config.save))
+    saved = list_saved_iterations(Path(str(config.save_folder)))
     if saved:
         leave_out = ", without --finetune," * config.finetune
         if config.resumes_itself:
@@ -451,7 +456,7 @@ def take_start(
     """
     try:
         if holds_lease:
-            for trouble in remove_interrupted_leftovers(Path(str(config.load))):
+            for trouble in remove_interrupted_leftovers(Path(str(config.load_folder))):
                 log(f"warning: {trouble}")
         start = find_start(config, known_damage)
         if start.notes or start.damaged:
@@ -475,12 +480,12 @@ def _report(
     remaining = [
         (i, what)
         for i, what in start.damaged
-        if find_stored_folder(Path(str(config.load)), i).is_dir()
+        if find_stored_folder(Path(str(config.load_folder)), i).is_dir()
     ]
     for iteration, what in remaining:
         log(f"warning: {what}")
         if holds_lease and start.iteration is not None:
-            root = Path(str(config.load))
+            root = Path(str(config.load_folder))
             # Before the rename. After a kill between the two, the pointers would name a folder that
             # does not exist.
             point_to(root, start.iteration)
@@ -494,7 +499,7 @@ def _report(
 
 
 def agree_on_damage(
-    checkpoint: Checkpoint, own_damage: DamagedError | None, ranks: Ranks
+    checkpoint: Checkpoint, own_damage: DamagedError | None, ranks: Ranks, store: Store
 ) -> str | None:
     """Return the damage that a rank found while loading and that rank 0 confirms.
 
@@ -504,6 +509,7 @@ def agree_on_damage(
         checkpoint: The checkpoint that was loaded.
         own_damage: The damage that this rank found, or None.
         ranks: The ranks that load together.
+        store: Where the checkpoint is kept.
 
     Returns:
         What is damaged, or None if no rank found damage.
@@ -527,7 +533,7 @@ def agree_on_damage(
         if rank == 0:
             return f"{checkpoint.folder} is damaged: {what}"
         try:
-            checkpoint.verify(file)
+            checkpoint.verify(file, store.verify)
         except DamagedError as damage:
             return f"{checkpoint.folder} is damaged: {damage}"
         except (CheckpointError, OSError) as error:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.config.cli import load_config
 from megatron.config.config_with_origin import LoadedConfig
+from megatron.config.url import is_url
 from megatron.run.parts import (
     NO_PARTS,
     Exporter,
@@ -29,6 +30,8 @@ from megatron.run.parts import (
 )
 
 if TYPE_CHECKING:
+    from megatron.checkpoint.store import Store
+    from megatron.config.checkpoint import CheckpointConfig
     from megatron.config.config_with_origin import ConfigWithOrigin
     from megatron.config.logging import LoggingConfig
     from megatron.config.tree import Config
@@ -124,6 +127,16 @@ class InstalledParts(Parts):
     def open_indexed(self, prefix: str) -> IndexedDataset:
         """Open an indexed data set, or the manifest of several."""
         return open_indexed(prefix)
+
+    def build_store(self, config: CheckpointConfig, ranks: Ranks) -> Store:
+        """Build the object store of an address."""
+        if config.local_dir is None:
+            return super().build_store(config, ranks)
+        from megatron.extras.object_store.store import LoadedStore, ObjectStore
+
+        if is_url(config.save or ""):
+            return ObjectStore(config, ranks)
+        return LoadedStore(config, ranks)
 
     def load_watchdog(self, folder: str | None) -> Callable[..., RollCall]:
         """Load the builder of the watchdog of --hang-timeout."""

@@ -66,6 +66,7 @@ from megatron.extras.planner.commands.plan_source import (
     split_arguments,
     write_documents,
 )
+from megatron.extras.planner.commands.plan_storage import StoreOptions
 from megatron.extras.planner.cost.goodput import FAILURES_PER_1000_NODE_DAYS
 from megatron.extras.planner.cost.hardware import Hardware, load_hardware
 from megatron.extras.planner.cost.memory import Verdict
@@ -86,6 +87,9 @@ _ASSUMED = {
     "failures_per_1000_node_days": 1e-9,
     "restart_minutes": 1e-9,
     "save_gb_per_second": 1e-9,
+    "store_gb_per_second": 1e-9,
+    "store_price": 0,
+    "store_write_price": 0,
     "pue": 1e-9,
     "carbon_intensity": 1e-9,
 }
@@ -164,6 +168,12 @@ class PlanArguments:
     """Minutes from a failure to the first new step."""
     save_gb_per_second: float = 2.0
     """GB per second at which each node writes a checkpoint while training waits."""
+    store_gb_per_second: float = 1.0
+    """GB per second at which each node exchanges files with the store of an address in --save."""
+    store_price: float = 0.023
+    """Dollars for a GB and month on this store. Default: the list price of S3 in us-east-1."""
+    store_write_price: float = 0.005
+    """Dollars for 1,000 requests that write. An upload has one for every 16 MiB."""
     pue: float = 1.2
     """Energy of the data centre relative to that of the nodes."""
     carbon_intensity: float = 300.0
@@ -425,6 +435,9 @@ def _build_cost_options(options: PlanArguments) -> CostOptions:
         save_gb_per_second=options.save_gb_per_second,
         pue=options.pue,
         carbon_intensity=options.carbon_intensity,
+        store=StoreOptions(
+            options.store_gb_per_second, options.store_price, options.store_write_price
+        ),
     )
 
 

@@ -1,10 +1,12 @@
 """What is saved, where it is saved, and what is loaded."""
 
+import hashlib
 import os
 from dataclasses import dataclass
 from typing import Annotated
 
 from megatron.config.interval import Range
+from megatron.config.url import is_url
 
 
 @dataclass(frozen=True)
@@ -12,13 +14,22 @@ class CheckpointConfig:
     """Settings of saving and loading checkpoints."""
 
     save: str | None = None
-    """Folder that checkpoints are written to."""
+    """Folder that checkpoints are written to, or an address such as s3://bucket/run. An address
+    needs --local-dir."""
     load: str | None = None
     """Folder that the run resumes from. It is usually the same as --save. If it is another one, the
     same command line also resumes the run: it goes on in --save if that began from this folder."""
     pretrained_checkpoint: str | None = None
     """Folder of another run whose weights the run in --save begins with. It is another spelling of
     --load with --finetune, for Megatron-LM's command lines, where --load is the same as --save."""
+    local_dir: str | None = None
+    """Folder of this host, for a run whose --save or --load is an address. Metrics, chronicle and
+    events are written there and uploaded at each save. The folder need not survive the job, and
+    hosts need not share it."""
+    save_staging: str | None = None
+    """Folder of this host where the files of a checkpoint wait for their upload, and where loaded
+    ranges are put. A folder in memory, as /dev/shm/run, is possible. Default: the folder staging
+    in --local-dir."""
     save_interval: int | None = None
     """Iterations between saves."""
     save_interval_time: str | None = None
@@ -70,10 +81,33 @@ class CheckpointConfig:
     @property
     def resumes_itself(self) -> bool:
         """Whether --load and --save are one folder, in whatever way they are spelled."""
-        # Resolve the paths first. A symbolic link, or a relative path for one of them, names the
-        # same folder.
         return (
             self.load is not None
             and self.save is not None
-            and os.path.realpath(self.load) == os.path.realpath(self.save)
+            and resolve_place(self.load) == resolve_place(self.save)
         )
+
+    @property
+    def save_folder(self) -> str | None:
+        """Folder of the run on this host: --save, or --local-dir if --save is an address."""
+        if self.save is None or not is_url(self.save):
+            return self.save
+        return self.local_dir
+
+    @property
+    def load_folder(self) -> str | None:
+        """Folder of --load on this host. For an address, it is a folder in --local-dir."""
+        if self.load is None or not is_url(self.load):
+            return self.load
+        if self.resumes_itself:
+            return self.save_folder
+        name = hashlib.sha256(resolve_place(self.load).encode()).hexdigest()[:12]
+        return os.path.join(self.local_dir or "", f"loaded-{name}")
+
+
+def resolve_place(path: str) -> str:
+    """Return one spelling for all paths of a folder, or for all spellings of an address."""
+    if is_url(path):
+        return path.rstrip("/")
+    # A symbolic link, or a relative path, names the same folder.
+    return os.path.realpath(path)

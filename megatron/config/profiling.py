@@ -13,7 +13,7 @@ def choose_profile_folder(config: Config) -> str | None:
     if logging.profile_dir is not None:
         return logging.profile_dir
     # Not below --tensorboard-dir if there is a choice, because that folder is often uploaded.
-    parent = config.checkpoint.save or logging.tensorboard_dir
+    parent = config.checkpoint.save_folder or logging.tensorboard_dir
     if parent is None:
         return None
     return f"{parent}/profile"

@@ -17,6 +17,24 @@ def has_secret(url: str) -> bool:
     return redact(url) != url
 
 
+def find_address_mistake(address: str) -> str | None:
+    """Return what is wrong with an address of checkpoints, or None. It has no secret."""
+    scheme, _, rest = address.partition("://")
+    if has_secret(address) or "@" in rest or "?" in rest:
+        return (
+            "must have no user, password or query. Credentials come from the environment, ~/.aws "
+            "or the role of the machine"
+        )
+    if scheme != "s3":
+        return (
+            "is not on a store with the interface of S3: conditional writes of other stores are "
+            "different, and are not supported. Give an address s3://bucket/run, or a folder"
+        )
+    if not rest or any(part in ("", ".", "..") for part in rest.rstrip("/").split("/")):
+        return "must be s3://bucket/run, with the name of a bucket"
+    return None
+
+
 def redact(text: str) -> str:
     """Return a text in which the users, passwords and queries of all URLs are replaced."""
     text = re.sub(r"(\w://)[^\s/'\"]*@", r"\1***@", text)

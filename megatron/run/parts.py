@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from megatron.checkpoint.lease import Lease
     from megatron.checkpoint.load import Checkpoint
     from megatron.checkpoint.save import Saver
+    from megatron.checkpoint.store import Store
+    from megatron.config.checkpoint import CheckpointConfig
     from megatron.config.config_with_origin import ConfigWithOrigin
     from megatron.config.logging import LoggingConfig
     from megatron.config.tree import Config
@@ -254,6 +256,13 @@ class Parts:
 
         return IndexedDataset(prefix)
 
+    def build_store(self, config: CheckpointConfig, ranks: Ranks) -> Store:
+        """Build where the checkpoints are kept, if --save or --load is an address."""
+        # It imports torch, which the checks before the start do not need.
+        from megatron.checkpoint.store import Store
+
+        return Store()
+
     def load_watchdog(self, folder: str | None) -> Callable[..., RollCall] | None:
         """Load the builder of the watchdog of --hang-timeout, for the folder of --save."""
         return None
@@ -334,6 +343,7 @@ def check_parts(context: PartsContext) -> Iterator[Finding]:
     compares = parallel.straggler_interval not in (0, type(parallel).straggler_interval)
     needed = [
         (config.checkpoint.hf_export_interval, "hf-export-interval", "interop.convert"),
+        (config.checkpoint.local_dir, "local-dir", "object_store"),
         (parallel.deepspeed, "deepspeed", "training.deepspeed"),
         *(
             (True, flag.removeprefix("--"), "training.kernels")

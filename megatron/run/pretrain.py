@@ -72,7 +72,7 @@ def pretrain(launch: Launch, closing: ExitStack | None = None) -> bool:
     exits = build_exits(config, ranks)
     # A rank that is lost from here on is named. Without the roll call, the others would only report
     # that a collective has failed.
-    saving = select_checkpoint_config(config).save
+    saving = select_checkpoint_config(config).save_folder
     with build_roll_call(
         ranks,
         config.parallel.distributed_timeout_minutes,
@@ -80,6 +80,8 @@ def pretrain(launch: Launch, closing: ExitStack | None = None) -> bool:
         build_watchdog=parts.load_watchdog(saving),
     ) as roll_call:
         check_agreement(launch, ranks)
+        store = parts.build_store(select_checkpoint_config(config), ranks)
+        store.open()
         guards = parts.load_guard()
         # First, because no run starts from a folder that is half rolled back.
         guards.finish_interrupted_rollback(config, ranks, ranks.log)
@@ -90,12 +92,12 @@ def pretrain(launch: Launch, closing: ExitStack | None = None) -> bool:
         mesh = divide_ranks(job.plan, ranks, launch.world, timers)
         if roll_call is not None:
             roll_call.use_names(mesh.names)
-        lease = closing.enter_context(hold_folder_lease(config, mesh))
+        lease = closing.enter_context(hold_folder_lease(config, mesh, store))
         # Each pass trains from a checkpoint or from scratch. Only a rollback of the spike guard
         # starts another pass.
         while True:
             opened = closing.enter_context(ExitStack())
-            run = start_run(launch, job, mesh, timers, lease, exits)
+            run = start_run(launch, job, mesh, timers, lease, exits, store)
             run.tasks = tasks
             # A read that hangs must not keep the files from being closed, so the data come last.
             opened.callback(run.sources.close)

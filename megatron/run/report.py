@@ -156,7 +156,7 @@ class Reporter:
         # before the metrics file has a line of the launch, and the goodput after that. Events in
         # memory are written first, because little time is left after a signal.
         self._sinks = [TensorBoard(logging, log=self.log)]
-        save = self._plan.config.checkpoint.save
+        save = self._plan.config.checkpoint.save_folder
         # By default the metrics are stored with the checkpoints that they belong to.
         path = logging.metrics_file or (Path(save) / "metrics.jsonl" if save else None)
         if path:

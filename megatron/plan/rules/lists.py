@@ -113,6 +113,11 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         *("checkpoint.async_save", _KEEP_LATEST, "checkpoint.hf_export_interval"),
         "checkpoint.pretrained_checkpoint",
     ),
+    if_given(
+        outputs.check_addresses,
+        *(_SAVE, "checkpoint.load", "checkpoint.pretrained_checkpoint", "checkpoint.local_dir"),
+    ),
+    needs("checkpoint.local_dir", ", for an address in --save", "checkpoint.save_staging"),
     needs(_KEEP_LATEST, ": without it all checkpoints are kept", "checkpoint.keep_every"),
     # These flags have a meaning only for a checkpoint that is loaded.
     needs(

@@ -9,8 +9,38 @@ from megatron.config.profiling import (
     find_requesting_field,
     parse_profile_iterations,
 )
+from megatron.config.url import find_address_mistake, is_url, redact
 from megatron.plan.rules.contexts import PlanContext
 from megatron.plan.rules.finding import Finding, error, warning
+
+
+def check_addresses(settings: ConfigWithOrigin) -> Iterator[Finding]:
+    """Check that checkpoints on an object store have a usable address and a local folder."""
+    checkpoint = settings.config.checkpoint
+    found = False
+    for name in ("save", "load", "pretrained_checkpoint"):
+        address = getattr(checkpoint, name)
+        if address is None or not is_url(address):
+            continue
+        found = True
+        mistake = find_address_mistake(address)
+        if mistake is not None:
+            yield error(f"--{name.replace('_', '-')} {redact(address)} {mistake}.")
+    if found and checkpoint.local_dir is None:
+        yield error(
+            "a --save or --load with an address needs --local-dir, a folder of each host for "
+            "metrics, events and files on their way."
+        )
+    if found and checkpoint.hf_export_interval is not None and is_url(checkpoint.save or ""):
+        yield error(
+            f"{settings.describe('checkpoint.hf_export_interval')} needs a folder for --save. "
+            "With an address, convert checkpoints with tools/convert_checkpoint.py."
+        )
+    if not found and checkpoint.local_dir is not None:
+        yield error(
+            f"{settings.describe('checkpoint.local_dir')} is for an address in --save or --load. "
+            "Leave it out."
+        )
 
 
 def check_profile(settings: ConfigWithOrigin) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from megatron.checkpoint.lineage import Lineage, find_run_lineage, read_lineage
 from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.save import Saver, check_writable
 from megatron.checkpoint.start import agree_on_damage
+from megatron.checkpoint.store import Store
 from megatron.config.compare import format_warnings
 from megatron.config.tree import Config
 from megatron.data.epochs import measure_training_data
@@ -91,7 +92,12 @@ def build_engine(
 
 
 def load_engine(
-    engine: Engine, checkpoint: Checkpoint, config: Config, ranks: Ranks, log: Callable[[str], None]
+    engine: Engine,
+    checkpoint: Checkpoint,
+    config: Config,
+    ranks: Ranks,
+    log: Callable[[str], None],
+    store: Store,
 ) -> str | None:
     """Load a checkpoint of any layout into the engine, on all ranks together.
 
@@ -115,7 +121,8 @@ def load_engine(
     def read() -> DamagedError | None:
         nonlocal added
         try:
-            added = checkpoint.load_into(shards, config.model, finetune=config.checkpoint.finetune)
+            with store.fetch(checkpoint, shards) as fetched:
+                added = fetched.load_into(shards, config.model, finetune=config.checkpoint.finetune)
         except DamagedError as damage:
             return damage
         return None
@@ -123,7 +130,7 @@ def load_engine(
     # Ranks must agree on the damage before any of them goes on. A rank that read its part without
     # an error would otherwise train on weights that the others do not have.
     damage = ranks.work(read, f"loading {checkpoint.folder}", log)
-    damaged = agree_on_damage(checkpoint, damage, ranks)
+    damaged = agree_on_damage(checkpoint, damage, ranks, store)
     if damaged is None:
         # Checked after the digests, because a damaged file may hold any number. Weights that are
         # not finite in a valid file cannot be trained further.
@@ -168,8 +175,8 @@ def build_timers(world: LaunchedWorld) -> Timers:
 
 
 @contextlib.contextmanager
-def hold_folder_lease(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
-    """Make this run the only writer of the folder `--save` within a `with` block.
+def hold_folder_lease(config: Config, mesh: Mesh, store: Store) -> Iterator[Lease | None]:
+    """Make this run the only writer of `--save` within a `with` block.
 
     Rank 0 holds the lease. The other ranks get None.
 
@@ -180,14 +187,14 @@ def hold_folder_lease(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
     if config.checkpoint.save is None or config.batch.eval_only:
         yield None
         return
-    root = Path(config.checkpoint.save)
+    root = Path(str(config.checkpoint.save_folder))
 
     held: list[Lease] = []
 
     def acquire() -> None:
         try:
             check_writable(root)
-            held.append(Lease.acquire(root, log))
+            held.append(store.acquire(root, log))
             # The marker records that no checkpoint has been saved here yet. Without it, the next
             # launch would take the files of this one for traces of a lost run.
             if not list_run_leftovers(root):
@@ -198,6 +205,7 @@ def hold_folder_lease(config: Config, mesh: Mesh) -> Iterator[Lease | None]:
     log = mesh.ranks.log
     try:
         mesh.ranks.call_on_rank_0(acquire, f"acquiring the lease of {root}", log)
+        store.meet()
         yield held[0] if held else None
     finally:
         for lease in held:
@@ -221,6 +229,7 @@ def start_run(
     timers: Timers,
     lease: Lease | None,
     exits: Exits | None = None,
+    store: Store | None = None,
 ) -> Run:
     """Start the job, from scratch or from its checkpoint.
 
@@ -238,6 +247,8 @@ def start_run(
     # After a rollback, the run keeps its time limit and its handlers of signals.
     if exits is None:
         exits = build_exits(launch.config, ranks)
+    if store is None:
+        store = Store()
     # Only the holder of the lease may rename or remove anything in the folder.
     own = lease is not None and job.plan.config.checkpoint.resumes_itself
     damage: dict[int, str] = {}
@@ -251,7 +262,7 @@ def start_run(
             log(line)
         reporter = Reporter(job.plan, mesh, parts, device_name=get_device_name(mesh.device))
         exporter = parts.build_exporter(job.plan, job.state, mesh, reporter.log)
-        saver = build_saver(job, mesh, reporter, lease, exporter)
+        saver = build_saver(job, mesh, reporter, lease, exporter, store)
         # The optimizer must not change tensors that the saver is still copying.
         before_update = skip_waiting
         if saver is not None:
@@ -263,7 +274,7 @@ def start_run(
         if job.checkpoint is None:
             wrong = None
         else:
-            wrong = load_engine(engine, job.checkpoint, job.plan.config, ranks, log)
+            wrong = load_engine(engine, job.checkpoint, job.plan.config, ranks, log, store)
         if wrong is None:
             return build_run(
                 job,
@@ -363,7 +374,12 @@ def build_run(
 
 
 def build_saver(
-    job: Job, mesh: Mesh, reporter: Reporter, lease: Lease | None, exporter: Exporter
+    job: Job,
+    mesh: Mesh,
+    reporter: Reporter,
+    lease: Lease | None,
+    exporter: Exporter,
+    store: Store,
 ) -> Saver | None:
     """Build the saver, or return None if nothing is saved.
 
@@ -379,7 +395,7 @@ def build_saver(
         lineage = read_lineage(job.checkpoint.manifest)
         # Rank 0 alone writes and removes by the lineage, so it alone reads the file for that.
         if mesh.rank == 0:
-            lineage = find_run_lineage(Path(str(config.save)), job.checkpoint.manifest)
+            lineage = find_run_lineage(Path(str(config.save_folder)), job.checkpoint.manifest)
 
     def report_saved(iteration: int) -> None:
         reporter.log(format_saved_checkpoint_line(iteration, str(config.save)))
@@ -387,7 +403,7 @@ def build_saver(
         exporter.record_checkpoint(iteration)
 
     return Saver(
-        Path(str(config.save)),
+        Path(str(config.save_folder)),
         config,
         mesh.ranks,
         lease=lease,
@@ -397,4 +413,5 @@ def build_saver(
         in_use=exporter.list_iterations_in_use,
         lineage=lineage,
         rollback_distance=job.plan.config.guard.rollback_distance,
+        store=store,
     )

@@ -21,8 +21,9 @@ from megatron.checkpoint.start import (
     take_start,
 )
 from megatron.config.batch import BatchConfig
-from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.checkpoint import CheckpointConfig, resolve_place
 from megatron.config.tree import Config
+from megatron.config.url import is_url
 from megatron.observe.log_line import format_kill_switch_line
 from megatron.parallel.launcher import read_ranks_per_node
 from megatron.parallel.ranks import Ranks
@@ -293,6 +294,10 @@ def build_starting_state(checkpoint: Checkpoint | None, config: Config) -> Train
         state = TrainState.from_json(checkpoint.state)
     if not config.checkpoint.resumes_itself:
         state.base = os.path.realpath(checkpoint.folder)
+        load = str(config.checkpoint.load)
+        # The folder of an address depends on the host.
+        if is_url(load):
+            state.base = os.path.join(resolve_place(load), checkpoint.folder.name)
     return state
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from megatron.base.errors import combine_errors
 from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.url import is_url
 from megatron.engine.kind import refuse_unsupported
 from megatron.engine.native_kind import NATIVE
 from megatron.parallel.launcher import read_ranks_per_node
@@ -44,7 +45,7 @@ def check_before_torch(launch: Launch) -> Launch:
         return launch
     load = config.checkpoint.load
     # `os.path.exists` raises no error for a folder that cannot be read. Rank 0 reports that later.
-    if load is not None and os.path.exists(load):
+    if load is not None and (is_url(load) or os.path.exists(load)):
         # The position in the data is unknown, so only rules that do not depend on it apply.
         refuse_errors(apply_rules(CONFIG_RULES, ConfigWithOrigin(config, launch.loaded.origin)))
         return launch

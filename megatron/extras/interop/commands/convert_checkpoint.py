@@ -28,7 +28,7 @@ import tyro
 
 from megatron.base.errors import ConfigError
 from megatron.base.plain_text import print_line
-from megatron.checkpoint.folder import find_stored_folder, locate_checkpoint
+from megatron.checkpoint.folder import locate_checkpoint
 from megatron.checkpoint.load import open_checkpoint
 from megatron.console.double_dash import split_at_double_dash
 from megatron.console.parse import parse_arguments
@@ -38,14 +38,15 @@ from megatron.extras.interop.convert.export import SHARD_BYTES, ExportOptions, e
 from megatron.extras.interop.convert.foreign_import import ForeignImport, Trainer, import_checkpoint
 from megatron.extras.interop.convert.importing import import_model
 from megatron.extras.interop.inspection.verification import ensure_undisturbed
+from megatron.extras.object_store.addresses import open_place
 
 
 @dataclass(frozen=True)
 class ToHF:
     """Export a checkpoint of any parallel layout."""
 
-    load: Path
-    """Folder of the run's checkpoints."""
+    load: str
+    """Folder of the run's checkpoints, or their s3:// address."""
     out: Path
     """Folder to write. It must not exist."""
     iteration: int | None = None
@@ -178,24 +179,25 @@ def run_export(command: ToHF) -> None:
     """
     if command.max_shard_bytes < 1:
         raise ConfigError(f"--max-shard-bytes {command.max_shard_bytes} must be at least 1.")
-    root, iteration = locate_checkpoint(command.load, command.iteration)
-    # The run may be active and remove this checkpoint while it is read. After the last read, the
-    # export is complete in spite of that.
-    with ensure_undisturbed(find_stored_folder(root, iteration), errors_only=True):
-        options = ExportOptions(
-            command.dtype,
-            command.architecture,
-            command.max_shard_bytes,
-            command.compare_model,
-            command.tokenizer.make_config_if_given(),
-            command.license,
-        )
-        comparison = export_checkpoint(
-            open_checkpoint(root, iteration), command.out, options, print_line
-        )
+    with open_place(command.load) as place:
+        root, iteration = locate_checkpoint(place.folder, command.iteration)
+        checkpoint = open_checkpoint(root, iteration)
+        place.fetch_weights(checkpoint)
+        # The run may be active and remove this checkpoint while it is read. After the last read,
+        # the export is complete in spite of that.
+        with ensure_undisturbed(checkpoint.folder, errors_only=True):
+            options = ExportOptions(
+                command.dtype,
+                command.architecture,
+                command.max_shard_bytes,
+                command.compare_model,
+                command.tokenizer.make_config_if_given(),
+                command.license,
+            )
+            comparison = export_checkpoint(checkpoint, command.out, options, print_line)
     for line in comparison.describe():
         print_line(line)
-    print_line(f"iteration {iteration} of {root} is exported to {command.out}")
+    print_line(f"iteration {iteration} of {command.load} is exported to {command.out}")
 
 
 def run_import(command: FromHF) -> None:

@@ -56,6 +56,7 @@ from megatron.extras.interop.inspection.verification import (
     format_shape,
     verify,
 )
+from megatron.extras.object_store.addresses import Place, open_place
 from megatron.model.shape import ModelShape
 from megatron.run.state import TrainState
 from megatron.schedule.lr import LRSchedule
@@ -79,7 +80,8 @@ class InspectCheckpointArguments:
     """The command line."""
 
     path: tyro.conf.Positional[str]
-    """A run's folder, one of its checkpoints, or a checkpoint that was renamed or copied."""
+    """A run's folder or s3:// address, one of its checkpoints, or a checkpoint that was renamed or
+    copied."""
     iteration: int | None = None
     """Iteration of the checkpoint in the run's folder. Default: the one that `latest` names."""
     parameters: bool = False
@@ -114,18 +116,13 @@ def main(argv: list[str] | None = None) -> int:
                 "--parameters, --verify, --compare and --config select different reports; "
                 "give one of them"
             )
-        folder, root = find_checkpoint(Path(given.path), given.iteration)
-        if given.compare is None:
-            other = None
-        else:
-            other = find_checkpoint(Path(given.compare), None)[0]
-        with (
-            # A run that is active may remove or replace a checkpoint while it is read. Without this
-            # guard such a change would be reported as damage.
-            ensure_undisturbed(folder),
-            nullcontext() if other is None else ensure_undisturbed(other),
-        ):
-            report = build_report(given, folder, root, other)
+        with open_place(given.path) as place, open_place(given.compare or ".") as second:
+            try:
+                report = read_report(given, place, second)
+            except DamagedError as damage:
+                raise DamagedError(second.show(place.show(str(damage))), damage.file) from damage
+            text = format_report(report, as_json=given.json)
+            text = second.show(place.show(text))
     except (MegatronError, OSError) as error:
         # Damage is found at the first file that is read. `--verify` reads all files.
         if isinstance(error, DamagedError):
@@ -136,13 +133,45 @@ def main(argv: list[str] | None = None) -> int:
             print_line(json.dumps({"error": message}, indent=1))
         print_to_stderr(f"error: {message}")
         return exit_codes.USER_ERROR
+    print_line(text)
+    return report.code
+
+
+def read_report(given: InspectCheckpointArguments, place: Place, second: Place) -> InspectionReport:
+    """Find the checkpoints, and build the report on them.
+
+    Args:
+        given: The command line.
+        place: Where the checkpoint is.
+        second: Where the one to compare with is.
+
+    Raises:
+        MegatronError: See `find_checkpoint` and `build_report`.
+    """
+    folder, root = find_checkpoint(place.folder, given.iteration)
+    complete = given.verify or given.parameters or given.compare is not None
+    place.fetch_files(folder, complete=complete)
+    other = None
+    if given.compare is not None:
+        other = find_checkpoint(second.folder, None)[0]
+        second.fetch_files(other, complete=True)
+    with (
+        # A run that is active may remove or replace a checkpoint while it is read. Without this
+        # guard such a change would be reported as damage.
+        ensure_undisturbed(folder),
+        nullcontext() if other is None else ensure_undisturbed(other),
+    ):
+        return build_report(given, folder, root, other)
+
+
+def format_report(report: InspectionReport, *, as_json: bool) -> str:
+    """Return the text to print."""
+    if not as_json:
+        return "\n".join(map(make_plain, report.lines))
     # JSON has no NaN and no infinity. Python's encoder writes them anyway, and strict readers fail.
     # Reading the text back with `parse_constant` turns them into null.
     record = json.loads(json.dumps(report.record), parse_constant=lambda name: None)
-    print_line(
-        json.dumps(record, indent=1) if given.json else "\n".join(map(make_plain, report.lines))
-    )
-    return report.code
+    return json.dumps(record, indent=1)
 
 
 def build_report(

@@ -22,7 +22,8 @@ from megatron.base import exit_codes
 from megatron.base.errors import MegatronError
 from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.console.parse import parse_arguments
-from megatron.extras.operations.rollback.execution import roll_back
+from megatron.extras.object_store.addresses import find_address, open_for_change
+from megatron.extras.operations.rollback.execution import roll_back, roll_back_within_run
 from megatron.extras.operations.rollback.rollback_plan import RollbackRequest
 
 
@@ -31,7 +32,7 @@ class RollbackArguments:
     """The command line."""
 
     run_folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_FOLDER")]
-    """The run's --save folder."""
+    """The run's --save folder, or its s3:// address."""
     request: tyro.conf.OmitArgPrefixes[RollbackRequest]
     dry_run: bool = False
     """Print all that would be done and change nothing."""
@@ -41,6 +42,10 @@ def main(argv: list[str] | None = None) -> int:
     """Roll back the run that `argv` names and return the exit code."""
     given = parse_arguments(RollbackArguments, args=argv, description=__doc__)
     try:
+        address = find_address(given.run_folder)
+        if address is not None:
+            roll_back_address(address, given)
+            return 0
         # An interrupted rollback is finished by the same command, perhaps from another folder.
         run = Path(os.path.realpath(given.run_folder))
         roll_back(
@@ -56,6 +61,25 @@ def main(argv: list[str] | None = None) -> int:
         print_to_stderr(f"error: {error}; fix that, and give the same command again")
         return exit_codes.USER_ERROR
     return 0
+
+
+def roll_back_address(address: str, given: RollbackArguments) -> None:
+    """Roll back a run on an object store. It is visible at once, or not at all.
+
+    Raises:
+        MegatronError: The rollback is not allowed or failed. Nothing has changed then.
+    """
+    with open_for_change(address, print_line, dry_run=given.dry_run) as (root, lease):
+        mirror = str(root)
+
+        def log(line: str) -> None:
+            print_line(line.replace(mirror, address))
+
+        request = given.request.make_absolute()
+        if lease is None:
+            roll_back(root, request, log, dry_run=True)
+        else:
+            roll_back_within_run(root, request, lease, log)
 
 
 if __name__ == "__main__":

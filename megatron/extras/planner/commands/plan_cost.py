@@ -6,7 +6,7 @@ formats what it predicts.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,11 @@ from megatron.base.errors import ConfigError
 from megatron.config.kernels import KernelsConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.tree import Config
+from megatron.extras.planner.commands.plan_storage import (
+    StoreOptions,
+    describe_storage,
+    plan_storage,
+)
 from megatron.extras.planner.cost.float8 import list_linears
 from megatron.extras.planner.cost.goodput import (
     FAILURES_PER_1000_NODE_DAYS,
@@ -57,6 +62,7 @@ class CostOptions:
     save_gb_per_second: float = 2.0
     pue: float = 1.2
     carbon_intensity: float = 300.0
+    store: StoreOptions = field(default_factory=StoreOptions)
     utilisation: float = 0.85
     """Power of a device relative to its limit."""
 
@@ -164,6 +170,7 @@ def build_cost_json(plan: Plan, hardware: Hardware, options: CostOptions) -> dic
     prediction = predict_plan(plan, hardware)
     goodput = predict_goodput(plan, hardware, options)
     run = predict_run(plan, prediction, goodput, options)
+    storage = plan_storage(plan, hardware, prediction.seconds, options.store)
     return {
         "hardware": hardware.name,
         "layout": prediction.job.layout.describe(),
@@ -178,6 +185,7 @@ def build_cost_json(plan: Plan, hardware: Hardware, options: CostOptions) -> dic
         **build_verdict_json(prediction),
         "replay_share": _compute_replay_share(plan, prediction),
         "goodput": vars(goodput),
+        "object_store": None if storage is None else vars(storage),
         "run": None
         if run is None
         else {
@@ -240,6 +248,10 @@ def format_cost(
         *_format_unused_speed(plan, hardware, prediction),
         *_format_run(plan, prediction, goodput, options),
     ]
+    storage = plan_storage(plan, hardware, prediction.seconds, options.store)
+    if storage is not None:
+        text = describe_storage(plan, storage, options.store)
+        lines.append(_format_row("object store", text))
     return lines
 
 

@@ -116,9 +116,9 @@ def keep_verification(
     if found["other_settings"]:
         others = ", ".join(found["other_settings"])
         log(f"warning: --verification {path} was made with other values of {others}")
-    if config.checkpoint.save is not None:
+    if config.checkpoint.save_folder is not None:
         try:
-            copy = Path(config.checkpoint.save) / COPIED
+            copy = Path(config.checkpoint.save_folder) / COPIED
             replace_file(copy, json.dumps(report, indent=1) + "\n")
         except OSError as error:
             # The chronicle has the verdict, so training continues without the copy.

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 from megatron.checkpoint.folder import find_stored_folder
@@ -15,6 +14,7 @@ from megatron.console.tokenizer_flags import (
     resolve_tokenizer_type,
 )
 from megatron.extras.interop.inspection.verification import ensure_undisturbed
+from megatron.extras.object_store.addresses import open_place
 from megatron.extras.training.generate.load import DTYPES, choose_checkpoint, join_ranks, load_part
 from megatron.extras.training.generate.staged_model import StagedModel
 from megatron.parallel.mesh import Mesh
@@ -30,7 +30,7 @@ class ModelArguments:
     """The flags that name a checkpoint and say how its model is computed."""
 
     load: str
-    """Folder of the run's checkpoints."""
+    """Folder of the run's checkpoints, or their s3:// address."""
     iteration: int | None = None
     """Iteration of the checkpoint. Default: the one that `latest` names."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -73,11 +73,15 @@ def load(
         CheckpointError: There is no checkpoint to load.
         ConfigError: The tokenizer is not the one of the training, or cannot be read.
     """
-    root, iteration = choose_checkpoint(Path(arguments.load), arguments.iteration, mesh)
-    # The run may be active and remove this checkpoint while it is loaded.
-    with ensure_undisturbed(find_stored_folder(root, iteration)):
-        checkpoint = open_checkpoint(root, iteration)
-        model = load_part(checkpoint, mesh, DTYPES[arguments.dtype])
+    with open_place(arguments.load) as place:
+        root, iteration = choose_checkpoint(place.folder, arguments.iteration, mesh)
+        if place.is_mirror:
+            # Each rank has a mirror of its own.
+            root = place.root
+        # The run may be active and remove this checkpoint while it is loaded.
+        with ensure_undisturbed(find_stored_folder(root, iteration), errors_only=place.is_mirror):
+            checkpoint = place.open(open_checkpoint(root, iteration))
+            model = load_part(checkpoint, mesh, DTYPES[arguments.dtype])
     config = checkpoint.read_config()
     files = {
         name: getattr(arguments, name)

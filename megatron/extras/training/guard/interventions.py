@@ -196,7 +196,7 @@ def decide_rollback(
         OSError: A checkpoint cannot be read, or the record cannot be written.
     """
     config = plan.config
-    root = Path(str(config.checkpoint.save))
+    root = Path(str(config.checkpoint.save_folder))
     before, after = config.guard.find_skipped(plan.train_iters)
     target = choose_target(root, lineage, spike, before)
     if target is None:
@@ -264,7 +264,7 @@ def finish_interrupted_rollback(config: Config, ranks: Ranks, log: Callable[[str
     """
     if not config.checkpoint.resumes_itself or config.batch.eval_only:
         return
-    root = Path(str(config.checkpoint.save))
+    root = Path(str(config.checkpoint.save_folder))
 
     def finish() -> None:
         try:

@@ -47,7 +47,7 @@ def add_guard_windows(
     """
     if not plan.config.checkpoint.resumes_itself or plan.config.batch.eval_only:
         return plan, []
-    windows = find_guard_windows(Path(str(plan.config.checkpoint.save)), checkpoint)
+    windows = find_guard_windows(Path(str(plan.config.checkpoint.save_folder)), checkpoint)
     if windows is not None:
         state.keep_guard_windows(windows)
     ranges = [(first, last) for first, last in state.spike_guard.get("windows", [])]
@@ -81,7 +81,7 @@ class SpikeGuardKind(GuardKind):
 
         def execute() -> None:
             assert lease is not None, "rank 0 holds the lease"
-            execute_rollback(Path(str(plan.config.checkpoint.save)), record, lease, log)
+            execute_rollback(Path(str(plan.config.checkpoint.save_folder)), record, lease, log)
 
         mesh.ranks.call_on_rank_0(execute, "rolling back", log)
 
@@ -103,7 +103,7 @@ class RunGuard(Guard):
         self._plan = plan
         self._mesh = mesh
         self._log = log
-        save = plan.config.checkpoint.save
+        save = plan.config.checkpoint.save_folder
         self._records: GuardRecords | None = None
         if mesh.rank == 0 and save is not None:
             self._records = GuardRecords(Path(save))

@@ -160,7 +160,7 @@ class Trackers(Sink):
             log: Prints a line of the log.
         """
         logging = config.logging
-        folder = Path(str(config.checkpoint.save))
+        folder = Path(str(config.checkpoint.save_folder))
         # A dictionary removes a name that was given twice.
         self._trackers = [
             TrackerProcess(name, logging.tracker_project, folder=folder, metrics=metrics, log=log)

@@ -1,0 +1,205 @@
+"""Addresses in the commands that take a run's folder: they work on a temporary mirror.
+
+A mirror has the small files. Tensors are downloaded when a command needs them: the blocks that a
+rank loads, all weights for a conversion, or complete files for a verification.
+"""
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from megatron.base.errors import CheckpointError
+from megatron.base.outside_file import POINTER_BYTES, load_text
+from megatron.base.plain_text import print_to_stderr
+from megatron.checkpoint.folder import parse_iteration
+from megatron.checkpoint.lease import Lease
+from megatron.checkpoint.load import Checkpoint
+from megatron.checkpoint.manifest import INDEX, MANIFEST
+from megatron.config.model import ModelConfig
+from megatron.config.url import is_url
+from megatron.extras.object_store.mirror import MARKER, Mirror
+from megatron.extras.object_store.objects import PART, ObjectFolder, raise_as_checkpoint_error
+from megatron.extras.object_store.ranges import fetch_blocks, fetch_index, fetch_shards
+from megatron.extras.object_store.root_object import RootObject
+from megatron.extras.object_store.store_lease import StoreLease
+from megatron.parallel.shard import TensorShard
+
+
+class Place:
+    """A folder that a command reads. It is the given one, or the mirror of an address."""
+
+    def __init__(self, folder: Path, address: str | None = None, root: Path | None = None) -> None:
+        """Create the place.
+
+        Args:
+            folder: Folder of a run or of a checkpoint.
+            address: What it mirrors. None if it is no mirror.
+            root: Folder of the run, if `folder` is that of a checkpoint in a mirror.
+        """
+        self.folder = folder
+        self.root = folder if root is None else root
+        self._address = address
+
+    @property
+    def is_mirror(self) -> bool:
+        """Whether it mirrors an address."""
+        return self._address is not None
+
+    def show(self, text: str) -> str:
+        """Return a text that names the address, and not its mirror."""
+        if self._address is None:
+            return text
+        return text.replace(str(self.folder), self._address)
+
+    def open(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return a checkpoint that downloads what its `load_into` needs.
+
+        Raises:
+            DamagedError: Its index is missing or altered.
+        """
+        if not self.is_mirror:
+            return checkpoint
+        objects = _find_objects(checkpoint.folder)
+        fetch_index(objects, checkpoint, checkpoint.folder)
+        values = {field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)}
+        return FetchedCheckpoint(**values)
+
+    def fetch_weights(self, checkpoint: Checkpoint) -> None:
+        """Download all weights of a checkpoint, without the states of the optimizer.
+
+        Raises:
+            DamagedError: A stored file is missing or altered.
+            CheckpointError: One cannot be read.
+        """
+        if not self.is_mirror:
+            return
+        objects = _find_objects(checkpoint.folder)
+        index = fetch_index(objects, checkpoint, checkpoint.folder)
+        slices = [
+            (name, ((0,) * len(tensor["shape"]), tuple(tensor["shape"])))
+            for name, tensor in index.tensors.items()
+            if name.startswith("weight/")
+        ]
+        fetch_blocks(objects, checkpoint, index, slices, checkpoint.folder)
+
+    def fetch_files(self, folder: Path, *, complete: bool) -> None:
+        """Download the index of a checkpoint, or with `complete` all of its files, unchecked.
+
+        Raises:
+            CheckpointError: One cannot be read, or the temporary folder has no room.
+        """
+        if not self.is_mirror:
+            return
+        objects = _find_objects(folder)
+        with raise_as_checkpoint_error():
+            for name, size in objects.list().items():
+                if name == INDEX or (complete and name != MANIFEST):
+                    download_object(objects, name, size, folder / name)
+
+
+@dataclass(frozen=True)
+class FetchedCheckpoint(Checkpoint):
+    """A checkpoint in a mirror."""
+
+    def load_into(
+        self,
+        shards: Sequence[TensorShard],
+        model: ModelConfig | None = None,
+        *,
+        finetune: bool = False,
+    ) -> int:
+        """Download the blocks that these shards need, and load them. See `Checkpoint`."""
+        fetch_shards(_find_objects(self.folder), self, shards, self.folder)
+        return super().load_into(shards, model, finetune=finetune)
+
+
+@contextlib.contextmanager
+def open_place(path: str | os.PathLike[str]) -> Iterator[Place]:
+    """Return the place that a path names. Of an address, it is a mirror that is removed later.
+
+    Args:
+        path: A folder, or an address of a run or of one of its checkpoints.
+
+    Raises:
+        ConfigError: The address has a mistake.
+        CheckpointError: The store cannot be read, or has no such run.
+    """
+    address = find_address(path)
+    if address is None:
+        yield Place(Path(path))
+        return
+    run, _, last = address.rpartition("/")
+    is_checkpoint = parse_iteration(last) is not None
+    if not is_checkpoint:
+        run = address
+    with tempfile.TemporaryDirectory(prefix="megatron-mirror-") as temporary:
+        root = Path(temporary, "run")
+        objects = ObjectFolder(run)
+        with raise_as_checkpoint_error():
+            record = RootObject(objects).read()
+            if record.latest is None and not record.folders:
+                raise CheckpointError(
+                    f"{run} has no checkpoint; give the --save address of a run that has saved"
+                )
+            Mirror(objects, root).pull(record, print_to_stderr)
+        yield Place(root / last if is_checkpoint else root, address, root)
+
+
+@contextlib.contextmanager
+def open_for_change(
+    address: str, log: Callable[[str], None], *, dry_run: bool
+) -> Iterator[tuple[Path, Lease | None]]:
+    """Return a mirror of a run with its records, and publish its changes if nothing has failed.
+
+    With `dry_run`, no lease is taken and nothing is published.
+
+    Raises:
+        ConfigError, CheckpointError: See `open_place`, or a run writes there.
+    """
+    with tempfile.TemporaryDirectory(prefix="megatron-mirror-") as temporary:
+        objects = ObjectFolder(address)
+        mirror = Mirror(objects, Path(temporary), with_indices=True)
+        root = RootObject(objects)
+        lease: StoreLease | None = None
+        with contextlib.ExitStack() as closing, raise_as_checkpoint_error():
+            record = root.read()
+            if not dry_run:
+                lease = StoreLease.acquire_both(mirror.root, objects, record.generation, log)
+                closing.callback(lease.release)
+                record = root.seize(lease.generation)
+            mirror.pull(record, log)
+            mirror.pull_records(record.generation, record.generation, log)
+            yield mirror.root, lease
+            if lease is not None:
+                lease.confirm()
+                root.publish(mirror.collect(root.record))
+                mirror.push_records(exact=True)
+
+
+def download_object(objects: ObjectFolder, name: str, size: int, path: Path) -> None:
+    """Download a complete object to a file, without checking it.
+
+    Raises:
+        OSError: It cannot be read or written.
+    """
+    with open(path, "wb") as file:
+        for at in range(0, size, 8 * PART):
+            begins = range(at, min(at + 8 * PART, size), PART)
+            for body in objects.run_parallel(lambda x: objects.read(name, x, x + PART), begins):
+                file.write(body)
+
+
+def find_address(path: str | os.PathLike[str]) -> str | None:
+    """Return the address in an argument of a command line, or None if it is a folder."""
+    # An argument of the type Path has lost a slash.
+    text = re.sub(r"^(\w+):/+", r"\1://", os.fspath(path))
+    return text.rstrip("/") if is_url(text) else None
+
+
+def _find_objects(folder: Path) -> ObjectFolder:
+    """Return the objects of a checkpoint in a mirror."""
+    return ObjectFolder(load_text(folder / MARKER, POINTER_BYTES).strip())

@@ -1,0 +1,285 @@
+"""The copy of a run's small files in a local folder, in which the trainer finds and manages them.
+
+`pull` makes a folder look as one on a disk: pointers, lineage, and each checkpoint's manifest and
+configuration. Its large files have the sizes of their objects and no content. So a missing object
+is a missing file. `collect` returns what the folder shows, for the object `latest.json`.
+
+Each folder of a checkpoint has a file that says which objects are its own. A rename keeps it.
+
+Invariant: `pull` removes only folders that have this file.
+"""
+
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from megatron.base.durable import replace_file, replace_file_by
+from megatron.base.errors import CheckpointError, DamagedError
+from megatron.base.outside_file import POINTER_BYTES, SETTINGS_BYTES, load_text
+from megatron.checkpoint.folder import (
+    DELETING,
+    LATEST,
+    LATEST_ITERATION,
+    REPLACED,
+    STARTED_MARKER,
+    UNFINISHED,
+    parse_iteration,
+)
+from megatron.checkpoint.lease import FILE as LEASE_FILE
+from megatron.checkpoint.lineage import LINEAGE_FILE, UNPUBLISHED_FILE
+from megatron.checkpoint.manifest import CONFIG, INDEX, MANIFEST, is_plain_name, read_manifest
+from megatron.extras.object_store.objects import ObjectFolder
+from megatron.extras.object_store.root_object import RootRecord
+
+MARKER = "stored_as"
+"""File with the address of a checkpoint's objects, in its folder."""
+WRITER_FILE = "last_writer"
+"""File with the address and the generation of the last writer that used a local folder."""
+RECORDS = "local/"
+"""What the keys of the files of a local folder begin with."""
+STAGING = "staging"
+_NO_RECORD = re.compile(
+    rf"\.|{LATEST}|{re.escape(LEASE_FILE)}|{LINEAGE_FILE}|{UNPUBLISHED_FILE}|{STARTED_MARKER}"
+    rf"|{WRITER_FILE}|{STAGING}/|global_step|loaded-|.*\.new$"
+)
+"""Paths in a local folder that are not uploaded."""
+
+
+class Mirror:
+    """A local folder that mirrors an address."""
+
+    def __init__(self, objects: ObjectFolder, root: Path, *, with_indices: bool = False) -> None:
+        """Create the mirror without reading anything.
+
+        Args:
+            objects: The address.
+            root: The local folder.
+            with_indices: `pull` also downloads the indices of tensors, which may be large.
+        """
+        self._with_indices = with_indices
+        self.objects = objects
+        self.root = root
+        self._uploaded: dict[str, tuple[int, int]] = {}
+        """Name of a record -> its size and modification time when it was uploaded."""
+
+    def pull(self, record: RootRecord, log: Callable[[str], None]) -> None:
+        """Make the folder show what a record says.
+
+        Args:
+            record: The content of `latest.json`.
+            log: Called with warnings that name objects.
+
+        Raises:
+            CheckpointError: The folder has checkpoints of another run.
+            OSError: The store cannot be read, or the folder cannot be written.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._refuse_foreign_folder()
+        for name, keys in self._list_mirrored().items():
+            if record.folders.get(name) != keys:
+                shutil.rmtree(self.root / name)
+        sizes: dict[str, dict[str, int]] = {}
+        for key, size in self.objects.list("global_step").items():
+            folder, _, name = key.partition("/")
+            sizes.setdefault(folder, {})[name] = size
+        for name, keys in record.folders.items():
+            self._mirror_folder(self.root / name, keys, sizes.get(keys, {}), log)
+        (self.root / UNPUBLISHED_FILE).unlink(missing_ok=True)
+        number = None if record.latest is None else parse_iteration(record.latest.strip())
+        texts = {
+            LATEST_ITERATION: None if number is None else str(number),
+            LINEAGE_FILE: record.lineage,
+            LATEST: record.latest,
+        }
+        for file, text in texts.items():
+            if text is None:
+                (self.root / file).unlink(missing_ok=True)
+            else:
+                replace_file(self.root / file, text)
+
+    def collect(self, before: RootRecord) -> RootRecord:
+        """Return the record of what the folder shows now.
+
+        A folder that has disappeared stays in the record. Somebody may have emptied the local
+        folder, and no checkpoint may be lost for that. `ObjectStore.clean_up` removes folders.
+
+        Args:
+            before: The present record.
+        """
+        shown = {
+            name: keys
+            for name, keys in self._list_mirrored().items()
+            if not name.endswith((UNFINISHED, DELETING, REPLACED))
+        }
+        # A folder that was renamed has its objects under its new name only.
+        kept = {name: keys for name, keys in before.folders.items() if keys not in shown.values()}
+        return replace(
+            before,
+            latest=self._read(LATEST),
+            lineage=self._read(LINEAGE_FILE),
+            folders={**kept, **shown},
+        )
+
+    def mark(self, folder: Path, keys: str) -> None:
+        """Record in a folder which objects are its own."""
+        replace_file(folder / MARKER, self.objects.name(keys) + "\n")
+
+    def find_keys(self, folder: Path) -> str | None:
+        """Return what the keys of a folder's objects begin with. None if it has no marker.
+
+        Raises:
+            CheckpointError: It is of another address.
+        """
+        try:
+            address = load_text(folder / MARKER, POINTER_BYTES).strip()
+        except FileNotFoundError:
+            return None
+        parent, _, keys = address.rpartition("/")
+        if parent != self.objects.address:
+            raise CheckpointError(
+                f"{folder} shows a checkpoint of {parent}, and this run is at "
+                f"{self.objects.address}. Give each run a --local-dir of its own"
+            )
+        return keys
+
+    def make_placeholder(self, path: Path, size: int) -> None:
+        """Give a file its size without its content, which takes no space on the disk."""
+        if path.exists() and path.stat().st_size == size:
+            return
+        with open(path, "wb") as file:
+            file.truncate(size)
+
+    def push_records(self, *, exact: bool = False) -> None:
+        """Upload the files of the folder that have changed: metrics, chronicle, events.
+
+        With `exact`, files that the folder does not have are deleted from the store.
+
+        Raises:
+            OSError: One cannot be read or written.
+        """
+        paths = self._list_records()
+        for path in paths:
+            status = path.stat()
+            name = path.relative_to(self.root).as_posix()
+            facts = (status.st_size, status.st_mtime_ns)
+            if self._uploaded.get(name) != facts:
+                self.objects.upload(path, RECORDS + name)
+                self._uploaded[name] = facts
+        if exact:
+            kept = {RECORDS + path.relative_to(self.root).as_posix() for path in paths}
+            self.objects.delete(self.objects.list(RECORDS).keys() - kept)
+
+    def pull_records(self, generation: int, writer: int, log: Callable[[str], None]) -> None:
+        """Download the files that another host has uploaded, so that this one continues them.
+
+        Args:
+            generation: That of the last writer of the address. If it has used this folder, the
+                files here are newer, because some lines were written after the last upload.
+            writer: The generation of this run, which uses the folder from now on.
+            log: Called with warnings.
+
+        Raises:
+            OSError: One cannot be read or written.
+        """
+        path = self.root / WRITER_FILE
+        last = f"{self.objects.address} {generation}\n"
+        is_last_writer = path.is_file() and load_text(path, POINTER_BYTES) == last
+        for key in () if is_last_writer else self.objects.list(RECORDS):
+            name = key.removeprefix(RECORDS)
+            if all(is_plain_name(part) for part in name.split("/")):
+                self._download(key, self.root / name)
+            else:
+                log(f"warning: {self.objects.name(key)!a} is left out: its name is not plain")
+        replace_file(path, f"{self.objects.address} {writer}\n")
+
+    def _refuse_foreign_folder(self) -> None:
+        """Raise CheckpointError if the folder has checkpoints that are not of this address."""
+        for entry in self.root.iterdir():
+            if parse_iteration(entry.name) is not None and not (entry / MARKER).is_file():
+                raise CheckpointError(
+                    f"--local-dir {self.root} holds the checkpoint {entry.name}, which no run has "
+                    f"stored at {self.objects.address}. Give a folder of its own"
+                )
+
+    def _list_mirrored(self) -> dict[str, str]:
+        """Return the folders with a marker: path in the root -> what their keys begin with."""
+        found = {}
+        for pattern in (f"global_step*/{MARKER}", f"rolled-back/*/global_step*/{MARKER}"):
+            for path in sorted(self.root.glob(pattern)):
+                keys = self.find_keys(path.parent)
+                if keys is not None:
+                    found[path.parent.relative_to(self.root).as_posix()] = keys
+        return found
+
+    def _mirror_folder(
+        self, folder: Path, keys: str, sizes: Mapping[str, int], log: Callable[[str], None]
+    ) -> None:
+        """Make a folder show a checkpoint's objects, and log what is missing."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.mark(folder, keys)
+        for entry in folder.iterdir():
+            if entry.name not in sizes and entry.name != MARKER:
+                entry.unlink()
+        for name, size in sizes.items():
+            path = folder / name
+            if not is_plain_name(name) and name != MANIFEST:
+                log(f"warning: {self.objects.name(keys)} has an object {name!a}; it is left out")
+            elif not self._is_downloaded(name, size):
+                self.make_placeholder(path, size)
+            elif not path.exists() or path.stat().st_size != size:
+                self._download(f"{keys}/{name}", path)
+        for problem in _find_problems(folder, sizes):
+            log(
+                f"warning: {self.objects.name(keys)}/{problem}. Restore the object from a "
+                "version or a copy. Otherwise an older checkpoint is used"
+            )
+
+    def _is_downloaded(self, name: str, size: int) -> bool:
+        """Return whether the mirror has the content of a file, and not only its size."""
+        if name == INDEX:
+            return self._with_indices
+        # A manifest has no limit but that of the reader. It grows with the number of ranks.
+        return name == MANIFEST or (name == CONFIG and size <= SETTINGS_BYTES)
+
+    def _list_records(self) -> list[Path]:
+        """Return the files of the run that are no part of a checkpoint."""
+        return [
+            path
+            for path in sorted(self.root.rglob("*"))
+            if path.is_file()
+            and not path.is_symlink()
+            and not _NO_RECORD.match(path.relative_to(self.root).as_posix())
+            and not (path.parent / MARKER).exists()
+        ]
+
+    def _read(self, name: str) -> str | None:
+        try:
+            return load_text(self.root / name)
+        except FileNotFoundError:
+            return None
+
+    def _download(self, key: str, path: Path) -> None:
+        """Replace a small file by an object."""
+        body = self.objects.read(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file_by(path, lambda file: file.write(body))
+
+
+def _find_problems(folder: Path, sizes: Mapping[str, int]) -> list[str]:
+    """Return what is wrong with the objects of a checkpoint, as far as their sizes show it."""
+    try:
+        manifest = read_manifest(folder)
+    except DamagedError as damage:
+        return [f"{MANIFEST}: {damage}"]
+    except CheckpointError:
+        # Its format is unknown. The loader explains that.
+        return []
+    problems = []
+    for name, facts in manifest.files.items():
+        if name not in sizes:
+            problems.append(f"{name} does not exist")
+        elif sizes[name] != facts["bytes"]:
+            problems.append(f"{name} has {sizes[name]} bytes instead of {facts['bytes']}")
+    return problems

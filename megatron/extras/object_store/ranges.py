@@ -1,0 +1,236 @@
+"""Downloads the blocks of a checkpoint's files that hold the needed parts of tensors.
+
+They go into files that have no content elsewhere, and from which the loader then reads.
+
+Invariant: each block is compared with its digest before it is written.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.base.errors import CheckpointError, DamagedError
+from megatron.checkpoint.digest import BLOCK, Digester, FileDigest, digest_of_block
+from megatron.checkpoint.load import Checkpoint
+from megatron.checkpoint.manifest import INDEX, TensorIndex, collect_digests, read_index
+from megatron.checkpoint.tensor_file import TensorReader, TensorSlice
+from megatron.extras.object_store.objects import PART, ObjectFolder
+from megatron.parallel.shard import TensorShard
+
+Blocks = dict[str, set[int]]
+"""File -> the numbers of its blocks."""
+Needed = tuple[str, TensorSlice]
+"""Kind and name of a tensor, and a slice of it."""
+
+
+class _BlockCollector(TensorReader):
+    """Collects the blocks that a reader would read."""
+
+    def __init__(self) -> None:
+        super().__init__(Path(), {})
+        self.blocks: Blocks = {}
+
+    def _read_run(self, target: Tensor, dtype: torch.dtype, file: str, begin: int) -> None:
+        end = begin + dtype.itemsize * target.numel()
+        self.blocks.setdefault(file, set()).update(range(begin // BLOCK, -(-end // BLOCK)))
+
+
+def fetch_shards(
+    objects: ObjectFolder, checkpoint: Checkpoint, shards: Iterable[TensorShard], folder: Path
+) -> None:
+    """Download the index, and the blocks that a rank reads for its shards, to a folder.
+
+    Raises:
+        DamagedError, CheckpointError: See `fetch_blocks`.
+    """
+    index = fetch_index(objects, checkpoint, folder)
+    fetch_blocks(objects, checkpoint, index, list_slices(index, shards), folder)
+
+
+def find_blocks(index: TensorIndex, needed: Iterable[Needed]) -> Blocks:
+    """Return the blocks that hold slices of tensors.
+
+    Args:
+        index: The index of the checkpoint.
+        needed: The slices.
+    """
+    collector = _BlockCollector()
+    for name, part in needed:
+        # The loader reports a tensor that is missing or has another shape.
+        if name not in index.tensors:
+            continue
+        # A tensor without memory has all that the walk through its runs needs.
+        target = torch.empty(part[1], device="meta")
+        collector.read_into(target, part, index.tensors[name], name)
+    return collector.blocks
+
+
+def list_slices(index: TensorIndex, shards: Iterable[TensorShard]) -> Iterator[Needed]:
+    """Yield what a rank reads for its shards: the tensor and the slice of it."""
+    for shard in shards:
+        name = f"{shard.kind}/{shard.name}"
+        stored = index.tensors.get(name)
+        if stored is None:
+            continue
+        shape = tuple(stored["shape"])
+        if shape == shard.global_shape:
+            yield name, (shard.offset, tuple(shard.tensor.shape))
+        elif shape[1:] == shard.global_shape[1:]:
+            # Rows that the checkpoint does not have are the mean of all of its rows.
+            yield name, ((0,) * len(shape), shape)
+
+
+def fetch_index(objects: ObjectFolder, checkpoint: Checkpoint, folder: Path) -> TensorIndex:
+    """Download the index of a checkpoint to a folder, and return it.
+
+    Raises:
+        DamagedError: It is missing or altered.
+        CheckpointError: It cannot be read.
+    """
+    body = _read(objects, INDEX)
+    (folder / INDEX).write_bytes(body)
+    try:
+        return read_index(folder, checkpoint.manifest)
+    except DamagedError as damage:
+        raise DamagedError(f"{objects.name(INDEX)}: {damage}", INDEX) from damage
+
+
+def fetch_blocks(
+    objects: ObjectFolder,
+    checkpoint: Checkpoint,
+    index: TensorIndex,
+    needed: Iterable[Needed],
+    folder: Path,
+) -> None:
+    """Download the blocks that hold slices of tensors to files of a folder, at the same time.
+
+    Args:
+        objects: The objects of the checkpoint.
+        checkpoint: The checkpoint.
+        index: Its index.
+        needed: The slices.
+        folder: The folder. Files that exist there are only extended.
+
+    Raises:
+        DamagedError: A block is missing or altered. The message names the object.
+        CheckpointError: One cannot be read, or the folder has no room.
+    """
+    blocks = find_blocks(index, needed)
+    digests = collect_digests(checkpoint.manifest, index)
+    opened: dict[str, int] = {}
+
+    def fetch(run: tuple[str, int, int]) -> None:
+        file, first, last = run
+        digest = digests[file]
+        begin = first * BLOCK
+        end = min(last * BLOCK + BLOCK, digest.bytes)
+        body = memoryview(_read(objects, file, begin, end))
+        _check_blocks(objects, file, digest, first, body, end - begin)
+        while body:
+            written = os.pwrite(opened[file], body, begin)
+            body, begin = body[written:], begin + written
+
+    try:
+        for file in blocks:
+            opened[file] = os.open(folder / file, os.O_WRONLY | os.O_CREAT, 0o666)
+            os.ftruncate(opened[file], digests[file].bytes)
+        for _ in objects.run_parallel(fetch, _find_runs(blocks)):
+            pass
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} cannot be written: {error}; give --save-staging a folder with room"
+        ) from error
+    finally:
+        for descriptor in opened.values():
+            os.close(descriptor)
+
+
+def download_object(objects: ObjectFolder, name: str, path: Path) -> None:
+    """Download a complete object to a file, without checking it.
+
+    Raises:
+        OSError: It cannot be read or written.
+    """
+    size = objects.list(name)[name]
+    with open(path, "wb") as file:
+
+        def copy(begin: int) -> None:
+            body = objects.read(name, begin, min(begin + PART, size))
+            os.pwrite(file.fileno(), body, begin)
+
+        for _ in objects.run_parallel(copy, range(0, size, PART)):
+            pass
+
+
+def verify_object(objects: ObjectFolder, name: str, size: int, xxh128: str) -> None:
+    """Read an object completely, and compare it with its digest.
+
+    Raises:
+        DamagedError: It is missing or altered.
+        CheckpointError: It cannot be read.
+    """
+    digester = Digester()
+    begins = range(0, size, PART)
+    # A few parts at a time, because a file may be larger than the memory.
+    for at in range(0, len(begins), 8):
+        parts = begins[at : at + 8]
+        for body in objects.run_parallel(lambda x: _read(objects, name, x, x + PART), parts):
+            digester.update(body)
+    found = digester.digest()
+    if (found.bytes, found.xxh128) != (size, xxh128) or objects.list(name).get(name) != size:
+        raise DamagedError(f"{objects.name(name)} is not what was written", name)
+
+
+def _check_blocks(
+    objects: ObjectFolder, file: str, digest: FileDigest, first: int, body: memoryview, size: int
+) -> None:
+    """Raise DamagedError if the bytes from block `first` on are not what was written."""
+    if len(body) != size:
+        raise DamagedError(
+            f"{objects.name(file)} is cut off: {len(body)} bytes came from byte {first * BLOCK} "
+            f"on, instead of {size}",
+            file,
+        )
+    for at in range(0, size, BLOCK):
+        number = first + at // BLOCK
+        if digest_of_block(body[at : at + BLOCK]) != digest.block(number):
+            raise DamagedError(
+                f"{objects.name(file)} is not what was written: the block at byte "
+                f"{number * BLOCK} differs",
+                file,
+            )
+
+
+def _find_runs(blocks: Mapping[str, set[int]]) -> Iterator[tuple[str, int, int]]:
+    """Yield (file, first block, last block) of neighbouring blocks, of at most PART bytes."""
+    for file, numbers in blocks.items():
+        run: list[int] = []
+        for number in sorted(numbers):
+            if run and (number != run[-1] + 1 or len(run) == PART // BLOCK):
+                yield file, run[0], run[-1]
+                run = []
+            run.append(number)
+        if run:
+            yield file, run[0], run[-1]
+
+
+def _read(objects: ObjectFolder, name: str, *span: Any) -> bytes:
+    """Read an object or a range of it.
+
+    Raises:
+        DamagedError: It does not exist.
+        CheckpointError: It cannot be read.
+    """
+    try:
+        return objects.read(name, *span)
+    except FileNotFoundError as missing:
+        raise DamagedError(
+            f"{missing}. Restore the object from a version or a copy, or load an older checkpoint",
+            name,
+        ) from missing
+    except OSError as error:
+        raise CheckpointError(str(error)) from error

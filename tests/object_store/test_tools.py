@@ -1,0 +1,65 @@
+"""The commands that take the address of a run."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from object_store.jobs import NewStoreJob, Stored, StoreJob
+
+from megatron.extras.interop.commands import inspect_checkpoint
+from megatron.extras.operations.commands import rollback
+
+
+@pytest.fixture
+def job(new_store_job: NewStoreJob) -> StoreJob:
+    job = new_store_job("--train-iters 6 --save-interval 2")
+    job.succeed("--exit-interval 6")
+    return job
+
+
+def test_inspection_and_rollback(
+    job: StoreJob, address: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    stored = Stored(address)
+    assert inspect_checkpoint.main([address, "--json"]) == 0
+    overview = json.loads(capsys.readouterr().out)
+    assert overview["path"] == f"{address}/global_step6"
+    assert overview["iteration"] == 6
+    assert inspect_checkpoint.main([f"{address}/global_step4", "--verify"]) == 0
+    assert "megatron-mirror" not in capsys.readouterr().out
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for name, content in stored.files(6).items():
+        (folder / name).write_bytes(content)
+    assert inspect_checkpoint.main([address, "--compare", str(folder)]) == 0
+
+    key = stored.key(4, "rank_00000.safetensors")
+    content = bytearray(stored.objects.read(key))
+    content[-1] ^= 1
+    stored.objects.write(key, bytes(content))
+    assert inspect_checkpoint.main([address, "--iteration", "4", "--verify"]) == 1
+    assert inspect_checkpoint.main([address + "-wrong"]) == 2
+    assert "has no checkpoint; give the --save address" in capsys.readouterr().err
+    content[-1] ^= 1
+    stored.objects.write(key, bytes(content))
+
+    before = stored.root
+    command = [address, "--to", "2", "--reason", "a test"]
+    assert rollback.main([*command, "--dry-run"]) == 0
+    assert stored.root == before
+    assert rollback.main(command) == 0, capsys.readouterr()
+    root = stored.root
+    assert root["latest"] == "global_step2"
+    assert set(root["folders"].values()) == set(before["folders"].values())
+    moved = sorted(name for name in root["folders"] if name.startswith("rolled-back/"))
+    assert [os.path.basename(name) for name in moved] == ["global_step4", "global_step6"]
+    records = stored.objects.list("local/")
+    assert "local/interventions.jsonl" in records
+    lines = stored.objects.read("local/metrics.jsonl").decode().splitlines()
+    assert max(json.loads(line).get("iteration", 0) for line in lines) == 2
+    # The run goes on from there, on its host, whose records still have the later iterations.
+    job.succeed("--exit-interval 4")
+    assert sorted(job.curve()) == [1, 2, 3, 4]
+    assert stored.root["latest"] == "global_step4"
+    assert set(moved) < set(stored.root["folders"])
