@@ -6,7 +6,7 @@ import gc
 import importlib.util
 import os
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,11 +81,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def sum_folders(files: Iterable[str]) -> dict[str, float]:
     """Return the recorded seconds of the folders of some test files."""
-    recorded: Counter[str] = Counter()
+    recorded: dict[str, float] = defaultdict(float)
     with open(DURATIONS, newline="") as rows:
         for name, seconds in csv.reader(rows):
             recorded[name.split("::")[0]] += float(seconds)
-    total: Counter[str] = Counter()
+    total: dict[str, float] = defaultdict(float)
     for file in dict.fromkeys(files):
         total[find_folder(file)] += recorded.get(file, UNKNOWN_SECONDS)
     return total
