@@ -42,6 +42,8 @@ def describe_difference(entries: Sequence[Entry], differs: Sequence[bool]) -> Ra
     received: Counter[str] = Counter()
     passed: Counter[str] = Counter()
     wrong: dict[str, int] = {}
+    # Messages are counted to the end, because an error spreads with those after the first
+    # difference.
     is_before = True
     for number in order:
         is_before = is_before and number != first
@@ -67,6 +69,7 @@ def sort_messages(entries: Sequence[Entry]) -> list[int]:
         if entry.receives and not entry.sends:
             waiting.append(number)
             continue
+        # Anything but a send may depend on what was received.
         if not (entry.link and entry.sends and not entry.receives):
             order += waiting
             waiting = []
@@ -80,6 +83,7 @@ def find_first_ranks(differences: Sequence[RankDifference | None]) -> list[int]:
     Args:
         differences: That of each rank.
     """
+    # Link -> the ranks that sent wrong numbers over it, each with the number of the first message.
     senders: dict[str, list[tuple[int, int]]] = {}
     for rank, difference in enumerate(differences):
         if difference is not None:
@@ -89,6 +93,7 @@ def find_first_ranks(differences: Sequence[RankDifference | None]) -> list[int]:
     for rank, difference in enumerate(differences):
         if difference is None:
             continue
+        # A message with a lower number than the count had arrived before the first difference.
         caused = any(
             sender != rank and number < count
             for link, count in difference.received.items()

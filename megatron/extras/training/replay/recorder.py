@@ -90,6 +90,7 @@ class Recorder:
     @contextmanager
     def record(self, stages: Sequence[GPT]) -> Iterator[None]:
         """Record what is computed within this context."""
+        # The hooks exist only in a replay. A step pays nothing for them.
         hooks: list[RemovableHandle] = []
         for stage in stages:
             for number, block in stage.get_blocks().items():
@@ -130,6 +131,7 @@ class Recorder:
 
     @torch.no_grad()
     def _append(self, entry: Entry, tensors: Sequence[Tensor]) -> None:
+        # A digest reads the elements in the order of memory.
         contiguous = [tensor.detach().contiguous() for tensor in tensors]
         self.result.entries.append(entry)
         self.result.digests.append(_sum_up(compute_checksum, contiguous, 2, torch.int64))
@@ -146,6 +148,7 @@ def _sum_up(
     device = tensors[0].device if tensors else torch.device("cpu")
     total = torch.zeros(size, dtype=dtype, device=device)
     for number, tensor in enumerate(tensors):
+        # An odd factor loses no bit of an integer, and differs for each place.
         total += (2 * number + 1) * compute(tensor)
     return total
 
@@ -156,6 +159,7 @@ def compute_measures(tensor: Tensor) -> Tensor:
     A change of one element changes each of them by its size.
     """
     total = torch.zeros(MEASURES, dtype=torch.float64, device=tensor.device)
+    # Bytes and integers have no rounding, but a pass needs a measure for each entry.
     if not tensor.is_floating_point():
         tensor = tensor.float()
     for number, part in enumerate(tensor.reshape(-1).split(_SLICE)):
@@ -179,6 +183,7 @@ class _CollectiveMode(TorchDispatchMode):
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Everything that ranks send goes through this namespace, FSDP2's and a pipeline's too.
         if func.namespace == "c10d":
             self._add(func.__name__.partition(".")[0], args)
         return func(*args, **(kwargs or {}))

@@ -97,6 +97,7 @@ class MicrobatchReplay(Replay):
         if not any(found):
             self._last_good = iteration
             return
+        # All ranks know what each has found, so all of them take the same path from here on.
         third = compute()
         ranks = find_first_ranks(found)
         labels = [difference.label for difference in found if difference is not None]
@@ -145,6 +146,7 @@ class MicrobatchReplay(Replay):
     ) -> bool:
         """Return whether each rank that computes what differs first has the difference."""
         first = [found[rank] for rank in ranks]
+        # Ranks of other stages never compute it, and cannot show whether it repeats.
         labels = {difference.label for difference in first if difference is not None}
         computes = any(entry.label in labels for entry in own.entries)
         everyone = gather_json(computes, self._mesh.control)
@@ -156,6 +158,7 @@ class MicrobatchReplay(Replay):
         Returns:
             False if they are equal. Then all bits must be equal from now on too.
         """
+        # From here on, recorders measure.
         self._bounds = torch.zeros(0)
         passes = [compute() for _ in range(_CALIBRATIONS)]
         measured = torch.stack([torch.stack(each.measures) for each in passes])
