@@ -488,7 +488,7 @@ def test_a_run_warns_or_ends(action: str, pool: ProcessPool, tmp_path: Path) -> 
     if action == "warn":
         printed = succeed(outcomes)
         assert "iteration        3/       3" in printed
-        assert "warning: the replay of iteration 2 gave other numbers" in printed
+        assert "warning: the replay of iteration 2: two passes" in printed
         assert "the replay of iteration 2" in chronicle
         assert "found no difference" in printed
         return

@@ -24,7 +24,7 @@ RUN_CHECKS: dict[str, tuple[dict[str, Any], str]] = {
     INVARIANTS: ({"parallel.check_invariants_interval": 1}, "replicated state differs"),
     REPLAY: (
         {"parallel.replay_interval": 1, "parallel.replay_action": "stop"},
-        "gave other numbers than the first pass",
+        "two passes with the same inputs gave different values",
     ),
 }
 """Settings of a copy by what checks it while it runs, and a part of the error that ends it."""

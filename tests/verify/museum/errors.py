@@ -231,7 +231,7 @@ ERRORS = (
         "2024-11-30",
         "2026-03-19",
         Method.REPLAY,
-        "gave other numbers than the first pass",
+        "two passes with the same inputs gave different values",
     ),
     KnownError(
         "a step starts from what is left in the gradient buffer",

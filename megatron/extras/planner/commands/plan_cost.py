@@ -273,7 +273,7 @@ def _format_replay(plan: Plan, prediction: StepPrediction) -> list[str]:
             "  replay",
             f"{prediction.estimate_replay_seconds():,.3g} s every "
             f"{plan.config.parallel.replay_interval:,} iterations, which is {100 * share:.2g} % of "
-            "their time. It needs no memory beyond that of a step",
+            "their time. It needs about the memory of a step",
         )
     ]
 

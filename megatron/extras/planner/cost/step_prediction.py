@@ -302,7 +302,7 @@ class StepPrediction:
     def estimate_replay_seconds(self) -> float:
         """Seconds of a replay (--replay-interval): two passes of one microbatch.
 
-        Each also reduces its gradients. A replay needs no more memory than a step.
+        Each also reduces its gradients. A replay needs about the memory of a step.
         """
         layout = self.job.layout
         one = StepPrediction(replace(self.job, batch_size=layout.micro_batch * layout.data))

@@ -26,7 +26,7 @@ class RankDifference:
     received: dict[str, int]
     """Link -> how many messages of it have arrived before the first difference."""
     wrong: dict[str, int]
-    """Link -> the number of the first message with other numbers of this rank, from 0."""
+    """Link -> the index, from 0, of this rank's first message whose values differ."""
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -59,7 +59,7 @@ def describe_difference(entries: Sequence[Entry], differs: Sequence[bool]) -> Ra
 
 
 def sort_messages(entries: Sequence[Entry]) -> list[int]:
-    """Return the numbers of the entries, with sends before the receives of the same batch.
+    """Return the indices of the entries, with sends before the receives of the same batch.
 
     A schedule starts a send and a receive together. What it sends was computed before.
     """
@@ -81,9 +81,9 @@ def find_first_ranks(differences: Sequence[RankDifference | None]) -> list[int]:
     """Return the ranks whose first difference depends on no difference of another rank.
 
     Args:
-        differences: That of each rank.
+        differences: The difference of each rank, or None if its passes agree.
     """
-    # Link -> the ranks that sent wrong numbers over it, each with the number of the first message.
+    # Link -> the ranks that sent wrong numbers over it, each with the index of the first message.
     senders: dict[str, list[tuple[int, int]]] = {}
     for rank, difference in enumerate(differences):
         if difference is not None:
@@ -93,7 +93,7 @@ def find_first_ranks(differences: Sequence[RankDifference | None]) -> list[int]:
     for rank, difference in enumerate(differences):
         if difference is None:
             continue
-        # A message with a lower number than the count had arrived before the first difference.
+        # A message with an index below the count had arrived before the first difference.
         caused = any(
             sender != rank and number < count
             for link, count in difference.received.items()

@@ -46,7 +46,7 @@ MEASURES = 3
 
 @dataclass(frozen=True)
 class Entry:
-    """A place in a pass where a digest was taken, or where a message arrived."""
+    """An event in a pass: a tensor whose digest was taken, or a message that arrived."""
 
     label: str
     """Where in the model it is, and what it is."""
@@ -144,7 +144,7 @@ class Recorder:
 def _sum_up(
     compute: Callable[[Tensor], Tensor], tensors: Sequence[Tensor], size: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return the sum of a function's values, [size]. Equal tensors at other places differ."""
+    """Return a weighted sum of a function's values, [size]. It depends on the tensors' order."""
     device = tensors[0].device if tensors else torch.device("cpu")
     total = torch.zeros(size, dtype=dtype, device=device)
     for number, tensor in enumerate(tensors):

@@ -37,7 +37,7 @@ EXCLUDES: dict[str, bool | None] = {"warn": None, "stop": False, "exclude": True
 _CALIBRATIONS = 4
 """Passes that measure how far a kernel that does not repeat differs from itself."""
 _MARGIN = 8.0
-"""How much more than the largest such difference a later one may have."""
+"""Factor by which a later difference may exceed the largest one of these passes."""
 _ROUNDING = 2.0**-22
 """The smallest difference that is assumed after such a kernel, relative to the largest measure. The
 few passes may have been equal by chance."""
@@ -100,7 +100,7 @@ class MicrobatchReplay(Replay):
         # All ranks know what each has found, so all of them take the same path from here on.
         third = compute()
         ranks = find_first_ranks(found)
-        labels = [difference.label for difference in found if difference is not None]
+        labels = [each.label for each in (found[rank] for rank in ranks) if each is not None]
         wrong = self._find_wrong_pass(first, second, third)
         everyone = gather_json(wrong, self._mesh.control)
         passes = {everyone[rank] for rank in ranks}
@@ -132,7 +132,7 @@ class MicrobatchReplay(Replay):
     def _find_wrong_pass(self, first: Pass, second: Pass, third: Pass) -> int | None:
         """Return which of two passes differs from the two others on this rank, 1 or 2.
 
-        None if this rank does not tell, because all passes are equal or all differ.
+        None if this rank cannot decide, because all passes are equal or all differ.
         """
         equal = [not any(self._list_differences(each, third)) for each in (first, second)]
         if equal == [True, False]:
@@ -144,7 +144,7 @@ class MicrobatchReplay(Replay):
     def _is_on_all_ranks(
         self, own: Pass, found: Sequence[RankDifference | None], ranks: Sequence[int]
     ) -> bool:
-        """Return whether each rank that computes what differs first has the difference."""
+        """Return whether each rank that computes the first differing entry is among `ranks`."""
         first = [found[rank] for rank in ranks]
         # Ranks of other stages never compute it, and cannot show whether it repeats.
         labels = {difference.label for difference in first if difference is not None}
@@ -153,10 +153,10 @@ class MicrobatchReplay(Replay):
         return {rank for rank, each in enumerate(everyone) if each} <= set(ranks)
 
     def _calibrate(self, compute: Callable[[], Pass], label: str) -> bool:
-        """Measure by how much passes differ, and allow it from now on.
+        """Measure how far passes with a kernel that does not repeat differ, and allow it.
 
         Returns:
-            False if they are equal. Then all bits must be equal from now on too.
+            False if all passes are equal. Then all bits must be equal from now on too.
         """
         # From here on, recorders measure.
         self._bounds = torch.zeros(0)
@@ -175,8 +175,8 @@ class MicrobatchReplay(Replay):
             self._bounds = None
             return False
         self._log(
-            f"replay: a kernel does not repeat its bits, first in: {label}. Of {count} tensors of "
-            f"all ranks, {repeating} repeat. In the others, a change of one element is found if it "
+            f"replay: a kernel does not repeat its bits, first in: {label}. Of {count:,} tensors of "
+            f"all ranks, {repeating:,} repeat. In the others, a change of one element is found if it "
             f"is larger than {max(numbers[2] for numbers in everyone):.1e}"
         )
         return True
@@ -194,8 +194,8 @@ class MicrobatchReplay(Replay):
         if self._last_good is not None:
             since = f" The replay of iteration {self._last_good} found no difference."
         message = (
-            f"the replay of iteration {iteration} gave other numbers than the first pass, from the "
-            f"same inputs. {format_count(len(lines), 'rank differs', 'ranks differ')} first:\n  "
+            f"the replay of iteration {iteration}: two passes with the same inputs gave different "
+            f"values. {format_count(len(lines), 'rank differs', 'ranks differ')} first:\n  "
             + "\n  ".join(lines)
             + f"\nThe device of this rank may be faulty.{since} Exclude its host, and roll back to "
             "a checkpoint before the fault if the loss has suffered"
