@@ -37,7 +37,7 @@ from megatron.checkpoint.lineage import (
     write_lineage,
 )
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.store import Store
+from megatron.checkpoint.store import NO_STORE, Store
 from megatron.config.checkpoint import CheckpointConfig
 
 
@@ -72,7 +72,7 @@ class Publisher:
         lease: Lease | None,
         in_use: Callable[[], Collection[int]] = tuple,
         rollback_distance: int | None = None,
-        store: Store | None = None,
+        store: Store = NO_STORE,
     ) -> None:
         """Create a publisher without an unfinished attempt.
 
@@ -85,7 +85,7 @@ class Publisher:
             rollback_distance: See `select_removable_entries`.
             store: Where checkpoints are kept besides `root`. Default: nowhere.
         """
-        self._store = store or Store()
+        self._store = store
         self._root = root
         self._rollback_distance = rollback_distance
         self._config = config

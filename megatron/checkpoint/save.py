@@ -47,7 +47,7 @@ from megatron.checkpoint.stages import (
     StageResult,
     free_bytes,
 )
-from megatron.checkpoint.store import Store
+from megatron.checkpoint.store import NO_STORE, Store
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.parallel.ranks import Ranks, Work
 from megatron.parallel.shard import TensorShard
@@ -71,7 +71,7 @@ class Saver:
         in_use: Callable[[], Collection[int]] = tuple,
         lineage: Lineage = (),
         rollback_distance: int | None = None,
-        store: Store | None = None,
+        store: Store = NO_STORE,
     ) -> None:
         """Create a saver without a save in progress.
 
@@ -88,7 +88,7 @@ class Saver:
             rollback_distance: See `select_removable_entries`.
             store: Where checkpoints are kept besides `root`. Default: nowhere.
         """
-        self._store = store or Store()
+        self._store = store
         self._root = root
         self._config = config or CheckpointConfig()
         self._ranks = ranks or Ranks()

@@ -94,3 +94,6 @@ class Store:
             CheckpointError: One cannot be read.
         """
         yield checkpoint
+
+
+NO_STORE = Store()

@@ -34,7 +34,21 @@ COMPLETEP: dict[str, object] = {
     "base_width": 8,
     "base_depth": 1,
 }
+ON_A_STORE: dict[str, object] = {"save": "s3://bucket/run", "local_dir": "local"}
 FAILURES: list[tuple[dict[str, object], str]] = [
+    ({"save": "s3://bucket/run"}, "needs --local-dir, a folder of each host"),
+    ({"load": "s3://bucket/run"}, "needs --local-dir, a folder of each host"),
+    (
+        {**ON_A_STORE, "save": "gs://bucket/run"},
+        "--save gs://bucket/run is not on a store with the interface of S3",
+    ),
+    (
+        {**ON_A_STORE, "load": "s3://key:secret@bucket/run"},
+        "--load s3://***@bucket/run must have no user, password or query",
+    ),
+    ({**ON_A_STORE, "load": "s3://bucket//run"}, "--load s3://bucket//run must be s3://bucket/run"),
+    ({**ON_A_STORE, "hf_export_interval": 5}, "--hf-export-interval 5 needs a folder for --save"),
+    ({"save": "run", "save_staging": "x"}, "--save-staging x needs --local-dir"),
     ({"spike_guard": "rollback"}, "needs the same folder for --save and --load"),
     ({"spike_guard": "rollback", "save": "run", "load": "run"}, "give --save-interval"),
     (

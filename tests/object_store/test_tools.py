@@ -9,11 +9,17 @@ from object_store.jobs import NewStoreJob, Stored, StoreJob
 
 from megatron.extras.interop.commands import inspect_checkpoint
 from megatron.extras.operations.commands import rollback
+from megatron.extras.training.commands import generate
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "openwebtext-100"
+TOKENIZER = (
+    f"--vocab-file {FIXTURES}/gpt2-tiny-vocab.json --merge-file {FIXTURES}/gpt2-tiny-merges.txt"
+)
 
 
 @pytest.fixture
 def job(new_store_job: NewStoreJob) -> StoreJob:
-    job = new_store_job("--train-iters 6 --save-interval 2")
+    job = new_store_job(f"--train-iters 6 --save-interval 2 {TOKENIZER}")
     job.succeed("--exit-interval 6")
     return job
 
@@ -33,6 +39,8 @@ def test_inspection_and_rollback(
     for name, content in stored.files(6).items():
         (folder / name).write_bytes(content)
     assert inspect_checkpoint.main([address, "--compare", str(folder)]) == 0
+
+    check_generation(address, folder, capsys)
 
     key = stored.key(4, "rank_00000.safetensors")
     content = bytearray(stored.objects.read(key))
@@ -63,3 +71,34 @@ def test_inspection_and_rollback(
     assert sorted(job.curve()) == [1, 2, 3, 4]
     assert stored.root["latest"] == "global_step4"
     assert set(moved) < set(stored.root["folders"])
+
+
+def check_generation(address: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Check that the model on the store writes the same text as a copy on a disk."""
+    flags = ["--prompt", "The", "--max-new-tokens", "8", "--temperature", "0", "--device", "cpu"]
+    run = folder.parent / "run"
+    run.mkdir()
+    (run / "global_step6").symlink_to(folder)
+    (run / "latest").write_text("global_step6")
+    texts = []
+    for load in (address, str(run)):
+        assert generate.main(["--load", load, *flags]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert len(texts[0]) > 10
+
+
+@pytest.mark.full
+def test_conversion_and_evaluation(
+    job: StoreJob, address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron.extras.interop.commands import convert_checkpoint
+    from megatron.extras.training.commands import evaluate
+
+    out = tmp_path / "hf"
+    assert convert_checkpoint.main(["to-hf", "--load", address, "--out", str(out)]) == 0
+    assert f"iteration 6 of {address} is exported to {out}" in capsys.readouterr().out
+    assert (out / "model.safetensors").is_file()
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 20)
+    assert evaluate.main(["--load", address, "--text-files", str(text), "--device", "cpu"]) == 0

@@ -61,6 +61,31 @@ def published(run: str) -> tuple[list[str], str]:
     return record["arguments"], str(record["facts"]["nodes"] * record["facts"]["gpus_per_node"])
 
 
+def test_checkpoints_on_a_store_have_a_time_and_a_price(capsys):
+    flags = [*SMALL, "--bf16", "--save", "s3://b/run", "--local-dir", "local"]
+    flags += ["--save-interval", "10", "--keep-latest-checkpoints", "3"]
+    options = ["--world-size", "8", "--store-gb-per-second", "0.5", "--store-price", "0.02"]
+    result = as_json(capsys, *options, "--store-write-price", "0", *flags)
+    found = result["cost"]["object_store"]
+    size = 12 * result["parameters"]
+    assert found["bytes"] == size
+    assert found["upload_seconds"] == found["load_seconds"] == pytest.approx(size / 0.5e9)
+    saves = 30 * 86400 / (10 * result["cost"]["seconds_per_iteration"])
+    assert found["saves"] == pytest.approx(saves)
+    # Three are kept, and a fourth one is on its way.
+    assert found["kept"] == 4
+    assert found["dollars_later"] == pytest.approx(4 * 0.02 * size / 1e9)
+    assert found["dollars"] == pytest.approx(found["dollars_later"], rel=0.01)
+    dear = as_json(capsys, *options, "--store-write-price", "1", *flags)["cost"]["object_store"]
+    # A request for each rank, and one for each 16 MiB.
+    requests = saves * (8 + size / (16 << 20))
+    assert dear["dollars"] - found["dollars"] == pytest.approx(requests / 1000)
+    assert plan.main([*options, *flags]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"object store .* GB upload in .* a month for \$", text)
+    assert as_json(capsys, "--world-size", "8", *SMALL, "--bf16")["cost"]["object_store"] is None
+
+
 @pytest.mark.parametrize("separator", [["--"], []], ids=["with --", "without --"])
 def test_plan_of_tr11_has_the_numbers_of_the_published_run(capsys, separator):
     arguments, world = published("tr11-176B-ml")

@@ -23,7 +23,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.url import is_url
 from megatron.extras.object_store.mirror import MARKER, Mirror
 from megatron.extras.object_store.objects import PART, ObjectFolder, raise_as_checkpoint_error
-from megatron.extras.object_store.ranges import fetch_blocks, fetch_index, fetch_shards
+from megatron.extras.object_store.ranges import fetch_blocks, fetch_index, fetch_shards, name_damage
 from megatron.extras.object_store.root_object import RootObject
 from megatron.extras.object_store.store_lease import StoreLease
 from megatron.parallel.shard import TensorShard
@@ -65,6 +65,7 @@ class Place:
             return checkpoint
         objects = _find_objects(checkpoint.folder)
         fetch_index(objects, checkpoint, checkpoint.folder)
+        # `replace` would keep the class of the checkpoint.
         values = {field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)}
         return FetchedCheckpoint(**values)
 
@@ -113,8 +114,10 @@ class FetchedCheckpoint(Checkpoint):
         finetune: bool = False,
     ) -> int:
         """Download the blocks that these shards need, and load them. See `Checkpoint`."""
-        fetch_shards(_find_objects(self.folder), self, shards, self.folder)
-        return super().load_into(shards, model, finetune=finetune)
+        objects = _find_objects(self.folder)
+        with name_damage(objects):
+            fetch_shards(objects, self, shards, self.folder)
+            return super().load_into(shards, model, finetune=finetune)
 
 
 @contextlib.contextmanager
@@ -141,6 +144,7 @@ def open_place(path: str | os.PathLike[str]) -> Iterator[Place]:
         objects = ObjectFolder(run)
         with raise_as_checkpoint_error():
             record = RootObject(objects).read()
+            # A misspelt address is an empty run, because stores have no folders.
             if record.latest is None and not record.folders:
                 raise CheckpointError(
                     f"{run} has no checkpoint; give the --save address of a run that has saved"
@@ -175,6 +179,7 @@ def open_for_change(
             mirror.pull_records(record.generation, record.generation, log)
             yield mirror.root, lease
             if lease is not None:
+                # The rollback may have taken longer than the lease lives without a renewal.
                 lease.confirm()
                 root.publish(mirror.collect(root.record))
                 mirror.push_records(exact=True)
@@ -187,6 +192,7 @@ def download_object(objects: ObjectFolder, name: str, size: int, path: Path) -> 
         OSError: It cannot be read or written.
     """
     with open(path, "wb") as file:
+        # A few parts at a time, because a file may be larger than the memory.
         for at in range(0, size, 8 * PART):
             begins = range(at, min(at + 8 * PART, size), PART)
             for body in objects.run_parallel(lambda x: objects.read(name, x, x + PART), begins):

@@ -58,7 +58,7 @@ class Mirror:
             root: The local folder.
             with_indices: `pull` also downloads the indices of tensors, which may be large.
         """
-        self._with_indices = with_indices
+        self._downloaded = (MANIFEST, CONFIG, INDEX) if with_indices else (MANIFEST, CONFIG)
         self.objects = objects
         self.root = root
         self._uploaded: dict[str, tuple[int, int]] = {}
@@ -78,8 +78,10 @@ class Mirror:
         self.root.mkdir(parents=True, exist_ok=True)
         self._refuse_foreign_folder()
         for name, keys in self._list_mirrored().items():
+            # Another run has removed or renamed it, or it is left from a save that was killed.
             if record.folders.get(name) != keys:
                 shutil.rmtree(self.root / name)
+        # One listing for all checkpoints. A request for each file would take long.
         sizes: dict[str, dict[str, int]] = {}
         for key, size in self.objects.list("global_step").items():
             folder, _, name = key.partition("/")
@@ -93,6 +95,7 @@ class Mirror:
             LINEAGE_FILE: record.lineage,
             LATEST: record.latest,
         }
+        # `latest` comes last, because it decides.
         for file, text in texts.items():
             if text is None:
                 (self.root / file).unlink(missing_ok=True)
@@ -108,22 +111,17 @@ class Mirror:
         Args:
             before: The present record.
         """
-        shown = {
-            name: keys
-            for name, keys in self._list_mirrored().items()
-            if not name.endswith((UNFINISHED, DELETING, REPLACED))
-        }
+        passing = (UNFINISHED, DELETING, REPLACED)
+        mirrored = self._list_mirrored().items()
+        shown = {name: keys for name, keys in mirrored if not name.endswith(passing)}
         # A folder that was renamed has its objects under its new name only.
         kept = {name: keys for name, keys in before.folders.items() if keys not in shown.values()}
-        return replace(
-            before,
-            latest=self._read(LATEST),
-            lineage=self._read(LINEAGE_FILE),
-            folders={**kept, **shown},
-        )
+        latest, lineage = self._read(LATEST), self._read(LINEAGE_FILE)
+        return replace(before, latest=latest, lineage=lineage, folders={**kept, **shown})
 
     def mark(self, folder: Path, keys: str) -> None:
         """Record in a folder which objects are its own."""
+        # A file in the folder, because a rename of the folder must keep it.
         replace_file(folder / MARKER, self.objects.name(keys) + "\n")
 
     def find_keys(self, folder: Path) -> str | None:
@@ -149,6 +147,7 @@ class Mirror:
         if path.exists() and path.stat().st_size == size:
             return
         with open(path, "wb") as file:
+            # The file system stores no block of it.
             file.truncate(size)
 
     def push_records(self, *, exact: bool = False) -> None:
@@ -164,6 +163,7 @@ class Mirror:
             status = path.stat()
             name = path.relative_to(self.root).as_posix()
             facts = (status.st_size, status.st_mtime_ns)
+            # Otherwise each save would upload all events and traces again.
             if self._uploaded.get(name) != facts:
                 self.objects.upload(path, RECORDS + name)
                 self._uploaded[name] = facts
@@ -220,14 +220,16 @@ class Mirror:
         folder.mkdir(parents=True, exist_ok=True)
         self.mark(folder, keys)
         for entry in folder.iterdir():
+            # A copy of an earlier start must not hide that its object is gone.
             if entry.name not in sizes and entry.name != MARKER:
                 entry.unlink()
         for name, size in sizes.items():
             path = folder / name
             if not is_plain_name(name) and name != MANIFEST:
                 log(f"warning: {self.objects.name(keys)} has an object {name!a}; it is left out")
-            elif not self._is_downloaded(name, size):
+            elif name not in self._downloaded or (name == CONFIG and size > SETTINGS_BYTES):
                 self.make_placeholder(path, size)
+            # Keys are written once, so a copy with the right size is right.
             elif not path.exists() or path.stat().st_size != size:
                 self._download(f"{keys}/{name}", path)
         for problem in _find_problems(folder, sizes):
@@ -235,13 +237,6 @@ class Mirror:
                 f"warning: {self.objects.name(keys)}/{problem}. Restore the object from a "
                 "version or a copy. Otherwise an older checkpoint is used"
             )
-
-    def _is_downloaded(self, name: str, size: int) -> bool:
-        """Return whether the mirror has the content of a file, and not only its size."""
-        if name == INDEX:
-            return self._with_indices
-        # A manifest has no limit but that of the reader. It grows with the number of ranks.
-        return name == MANIFEST or (name == CONFIG and size <= SETTINGS_BYTES)
 
     def _list_records(self) -> list[Path]:
         """Return the files of the run that are no part of a checkpoint."""
@@ -262,6 +257,7 @@ class Mirror:
 
     def _download(self, key: str, path: Path) -> None:
         """Replace a small file by an object."""
+        # These files are small, except metrics of very long runs.
         body = self.objects.read(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file_by(path, lambda file: file.write(body))

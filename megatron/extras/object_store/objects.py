@@ -83,9 +83,11 @@ class ObjectFolder:
             )
         self.address = address.rstrip("/")
         self._bucket, _, path = self.address.partition("://")[2].partition("/")
+        # With the slash, the objects of s3://bucket/run do not include those of run2.
         self._prefix = f"{path}/" if path else ""
         self._patience = patience
         self._system: Any = None
+        # Several threads may send the first request.
         self._lock = threading.Lock()
 
     def name(self, key: str) -> str:
@@ -95,6 +97,7 @@ class ObjectFolder:
     def enter(self, keys: str) -> "ObjectFolder":
         """Return the folder of the objects whose keys begin with a text and a slash."""
         found = ObjectFolder(self.name(keys), self._patience)
+        # A new client would read the credentials and connect again.
         found._system = self._connect()
         return found
 
@@ -167,6 +170,7 @@ class ObjectFolder:
             OSError: The file cannot be read, or the object cannot be written.
         """
         size = path.stat().st_size
+        # Larger parts for a file that would have too many.
         part = max(PART, -(-size // _MOST_PARTS))
         if size <= part:
             self.write(key, load_bytes(path, part))
@@ -175,6 +179,7 @@ class ObjectFolder:
         with open_regular(path) as file:
 
             def send(number: int) -> dict[str, Any]:
+                # Threads share the file, so no position of it is used.
                 body = os.pread(file.fileno(), part, part * (number - 1))
                 numbered = {"UploadId": upload, "PartNumber": number}
                 tag = self._request("upload_part", key, Body=body, **numbered)["ETag"]
@@ -243,6 +248,7 @@ class ObjectFolder:
             CheckpointError: It does not.
             OSError: The store does not answer, or refuses all writes.
         """
+        # Several runs may start at the same time.
         key = f"probe-{uuid.uuid4().hex}"
 
         def write(**condition: str) -> str | None:
@@ -292,6 +298,7 @@ class ObjectFolder:
             yield answer
             if not answer.get("IsTruncated"):
                 return
+            # A listing of uploads goes on after a key and an upload.
             options = {**options, **{marker: answer[f"Next{marker}"] for marker in markers}}
 
     def _read(self, key: str, options: dict[str, str], limit: int | None = None) -> TaggedObject:
@@ -339,6 +346,7 @@ class ObjectFolder:
                 # Anything else is a mistake in this package.
                 if not isinstance(error, OSError) and module not in _CLIENT:
                     raise
+                # A code that is unknown here is final. No code means that no answer came.
                 code = _find_code(error)
                 is_late = time.monotonic() + pause > end
                 if is_late or (code is not None and code not in _TEMPORARY):

@@ -1,10 +1,10 @@
 """Downloads the blocks of a checkpoint's files that hold the needed parts of tensors.
 
-They go into files that have no content elsewhere, and from which the loader then reads.
-
-Invariant: each block is compared with its digest before it is written.
+They go into files that have no content elsewhere. The loader reads them from there, and compares
+each block with its digest. `name_damage` then names the object.
 """
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.base.errors import CheckpointError, DamagedError
-from megatron.checkpoint.digest import BLOCK, Digester, FileDigest, digest_of_block
+from megatron.checkpoint.digest import BLOCK, Digester
 from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.manifest import INDEX, TensorIndex, collect_digests, read_index
 from megatron.checkpoint.tensor_file import TensorReader, TensorSlice
@@ -35,6 +35,7 @@ class _BlockCollector(TensorReader):
         self.blocks: Blocks = {}
 
     def _read_run(self, target: Tensor, dtype: torch.dtype, file: str, begin: int) -> None:
+        # As in `TensorReader._read_run`, which reads what is collected here.
         end = begin + dtype.itemsize * target.numel()
         self.blocks.setdefault(file, set()).update(range(begin // BLOCK, -(-end // BLOCK)))
 
@@ -49,6 +50,18 @@ def fetch_shards(
     """
     index = fetch_index(objects, checkpoint, folder)
     fetch_blocks(objects, checkpoint, index, list_slices(index, shards), folder)
+
+
+@contextlib.contextmanager
+def name_damage(objects: ObjectFolder) -> Iterator[None]:
+    """Add the address to the damage that a loader finds in a copy of objects."""
+    try:
+        yield
+    except DamagedError as damage:
+        text = str(damage)
+        if objects.address not in text:
+            text = f"{objects.address}/{text}"
+        raise DamagedError(text, damage.file) from damage
 
 
 def find_blocks(index: TensorIndex, needed: Iterable[Needed]) -> Blocks:
@@ -93,10 +106,7 @@ def fetch_index(objects: ObjectFolder, checkpoint: Checkpoint, folder: Path) -> 
     """
     body = _read(objects, INDEX)
     (folder / INDEX).write_bytes(body)
-    try:
-        return read_index(folder, checkpoint.manifest)
-    except DamagedError as damage:
-        raise DamagedError(f"{objects.name(INDEX)}: {damage}", INDEX) from damage
+    return read_index(folder, checkpoint.manifest)
 
 
 def fetch_blocks(
@@ -116,7 +126,7 @@ def fetch_blocks(
         folder: The folder. Files that exist there are only extended.
 
     Raises:
-        DamagedError: A block is missing or altered. The message names the object.
+        DamagedError: An object is missing. The message names it.
         CheckpointError: One cannot be read, or the folder has no room.
     """
     blocks = find_blocks(index, needed)
@@ -125,18 +135,18 @@ def fetch_blocks(
 
     def fetch(run: tuple[str, int, int]) -> None:
         file, first, last = run
-        digest = digests[file]
         begin = first * BLOCK
-        end = min(last * BLOCK + BLOCK, digest.bytes)
-        body = memoryview(_read(objects, file, begin, end))
-        _check_blocks(objects, file, digest, first, body, end - begin)
+        # Bytes that an object does not have stay zero, and the loader finds them.
+        body = memoryview(_read(objects, file, begin, last * BLOCK + BLOCK))
         while body:
+            # A write may take a part only, for example when the disk becomes full.
             written = os.pwrite(opened[file], body, begin)
             body, begin = body[written:], begin + written
 
     try:
         for file in blocks:
             opened[file] = os.open(folder / file, os.O_WRONLY | os.O_CREAT, 0o666)
+            # Each block is then at its place, and blocks that are not needed take no space.
             os.ftruncate(opened[file], digests[file].bytes)
         for _ in objects.run_parallel(fetch, _find_runs(blocks)):
             pass
@@ -180,34 +190,16 @@ def verify_object(objects: ObjectFolder, name: str, size: int, xxh128: str) -> N
         parts = begins[at : at + 8]
         for body in objects.run_parallel(lambda x: _read(objects, name, x, x + PART), parts):
             digester.update(body)
+    # The parts end at `size`, so the listing shows whether more bytes follow.
     found = digester.digest()
     if (found.bytes, found.xxh128) != (size, xxh128) or objects.list(name).get(name) != size:
         raise DamagedError(f"{objects.name(name)} is not what was written", name)
 
 
-def _check_blocks(
-    objects: ObjectFolder, file: str, digest: FileDigest, first: int, body: memoryview, size: int
-) -> None:
-    """Raise DamagedError if the bytes from block `first` on are not what was written."""
-    if len(body) != size:
-        raise DamagedError(
-            f"{objects.name(file)} is cut off: {len(body)} bytes came from byte {first * BLOCK} "
-            f"on, instead of {size}",
-            file,
-        )
-    for at in range(0, size, BLOCK):
-        number = first + at // BLOCK
-        if digest_of_block(body[at : at + BLOCK]) != digest.block(number):
-            raise DamagedError(
-                f"{objects.name(file)} is not what was written: the block at byte "
-                f"{number * BLOCK} differs",
-                file,
-            )
-
-
 def _find_runs(blocks: Mapping[str, set[int]]) -> Iterator[tuple[str, int, int]]:
     """Yield (file, first block, last block) of neighbouring blocks, of at most PART bytes."""
     for file, numbers in blocks.items():
+        # Neighbouring blocks share a request, because each request has a delay.
         run: list[int] = []
         for number in sorted(numbers):
             if run and (number != run[-1] + 1 or len(run) == PART // BLOCK):

@@ -66,6 +66,7 @@ class RootObject:
         """
         found = self.objects.read_tagged(KEY)
         self.exists = found is not None
+        # Without a tag, the next write needs that there is no object.
         self._tag = None if found is None else found.tag
         self.record = RootRecord() if found is None else self._parse(found.body)
         return self.record
@@ -79,6 +80,7 @@ class RootObject:
         """
         while True:
             before = self.read()
+            # This run lost the lease before its first write.
             if before.generation > generation:
                 raise CheckpointError(self._describe_loss(before.generation))
             try:
@@ -95,6 +97,7 @@ class RootObject:
             StaleTagError: Somebody has.
             OSError: It cannot be written. It may have been written nevertheless.
         """
+        # Stores compute tags from the content, so an equal content would have an old tag.
         record = replace(record, nonce=uuid.uuid4().hex)
         text = json.dumps({"format": 1, **asdict(record)}, indent=1) + "\n"
         self._tag = self.objects.write_if(KEY, text.encode(), self._tag)
@@ -115,6 +118,7 @@ class RootObject:
             # An earlier attempt of this run may have been written after its error was reported.
             if found.read().generation != record.generation:
                 raise CheckpointError(self._describe_loss(found.record.generation)) from None
+            # Generations are unique, so the present content is this run's own.
             self._tag = found._tag
             self.write(record)
 
@@ -127,6 +131,7 @@ class RootObject:
     def _parse(self, body: bytes) -> RootRecord:
         try:
             found = parse_json(body)
+            # A later version may mean something else by the same fields.
             if found.pop("format") != 1:
                 raise ValueError("its format is not 1")
             record = RootRecord(**found)

@@ -23,7 +23,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.url import is_url
 from megatron.extras.object_store.mirror import STAGING, Mirror
 from megatron.extras.object_store.objects import ObjectFolder, raise_as_checkpoint_error
-from megatron.extras.object_store.ranges import fetch_shards, verify_object
+from megatron.extras.object_store.ranges import fetch_shards, name_damage, verify_object
 from megatron.extras.object_store.root_object import KEY, RootObject, find_generation
 from megatron.extras.object_store.store_lease import StoreLease
 from megatron.parallel.launcher import read_ranks_per_node
@@ -73,6 +73,7 @@ class LoadedStore(Store):
                     Mirror(root.objects, folder).pull(record, self._ranks.log)
 
         names = ", ".join(root.objects.address for root in self._roots.values())
+        # The other ranks get the small files in messages, as with a folder.
         self._ranks.call_on_rank_0(pull, f"reading {names}", self._ranks.log)
 
     def _prepare_writing(self) -> None:
@@ -84,6 +85,7 @@ class LoadedStore(Store):
         if root is None:
             super().verify(folder, name, size, xxh128)
             return
+        # The folder of a save in progress has no marker yet, and only rank 0 has it.
         keys = Mirror(root.objects, folder.parent).find_keys(folder) or self._keys
         verify_object(root.objects.enter(keys), name, size, xxh128)
 
@@ -104,8 +106,10 @@ class LoadedStore(Store):
                     raise DamagedError(f"{root.objects.name(KEY)} does not name {name}", MANIFEST)
                 folder = self._empty_staging() / name
                 folder.mkdir()
-                fetch_shards(root.objects.enter(keys), checkpoint, shards, folder)
-            yield replace(checkpoint, folder=folder)
+                objects = root.objects.enter(keys)
+            with name_damage(objects):
+                fetch_shards(objects, checkpoint, shards, folder)
+                yield replace(checkpoint, folder=folder)
         finally:
             shutil.rmtree(self._staging, ignore_errors=True)
 
@@ -144,6 +148,7 @@ class ObjectStore(LoadedStore):
 
     def acquire(self, root: Path, log: Callable[[str], None]) -> Lease:
         """Become the writer of the address and of the local folder, on rank 0."""
+        # If somebody deleted the lease, generations must still rise.
         known = self._root.read().generation
         self._lease = StoreLease.acquire_both(root, self._objects, known, log)
         try:
@@ -177,7 +182,9 @@ class ObjectStore(LoadedStore):
 
     def stage(self, folder: Path) -> Path:
         """See `Store`. Each attempt has keys of its own."""
+        # All ranks count alike, so that no message is needed.
         self._attempt += 1
+        # A retry of the same iteration must not meet what the failed attempt left.
         self._keys = f"{folder.name.removesuffix(UNFINISHED)}-{self._token}-{self._attempt}"
         return self._empty_staging()
 
@@ -192,6 +199,7 @@ class ObjectStore(LoadedStore):
         """See `Store`."""
         for name in (INDEX, CONFIG, MANIFEST):
             self._objects.upload(folder / name, f"{self._keys}/{name}")
+        # After a rollback, this process looks for a checkpoint and compares the sizes.
         for name in manifest.files.keys() - {INDEX, CONFIG}:
             self._mirror.make_placeholder(folder / name, manifest.files[name]["bytes"])
         self._mirror.mark(folder, self._keys)

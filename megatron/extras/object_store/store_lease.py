@@ -60,6 +60,7 @@ class StoreLease(Lease):
         own = cls.acquire(root, log)
         assert isinstance(own, cls)
         try:
+            # The heartbeat of the local lease runs during the wait for the other one.
             own._acquire_object(objects, known, log)
         except BaseException:
             own.release()
@@ -111,7 +112,7 @@ class StoreLease(Lease):
         while True:
             found = objects.read_tagged(KEY)
             _refuse_living_holder(objects, found, log)
-            self.generation = max(known, _read_generation(found)) + 1
+            self.generation = max(known, _parse(found).get("generation", 0)) + 1
             self._tag = None if found is None else found.tag
             # The heartbeat of the local lease runs already, and must not write at the same time.
             with self._lock:
@@ -128,16 +129,12 @@ class StoreLease(Lease):
         record = {
             "generation": self.generation,
             "holder": None if released else asdict(self._holder),
+            # So that each renewal changes the tag, also if nothing else changes.
             "nonce": uuid.uuid4().hex,
         }
         body = (json.dumps(record, indent=1) + "\n").encode()
         self._tag = self._objects.write_if(KEY, body, self._tag)
         self._renewed = time.monotonic()
-
-
-def read_store_holder(objects: ObjectFolder) -> LeaseHolder | None:
-    """Return the process that holds or held an address. None after its release. For tools."""
-    return _read_holder(objects.read_tagged(KEY))
 
 
 def _refuse_living_holder(
@@ -167,6 +164,7 @@ def _refuse_living_holder(
             now = objects.read_tagged(KEY)
             if now is None or _is_released(now):
                 return
+            # The tag is compared, and no time, so clocks do not matter.
             alive = now.tag != found.tag
     if alive:
         raise CheckpointError(
@@ -184,18 +182,14 @@ def _parse(found: TaggedObject | None) -> dict[str, Any]:
         record = parse_json(found.body)
     except ValueError:
         return {}
-    return record if isinstance(record, dict) else {}
+    if isinstance(record, dict) and isinstance(record.get("generation"), int):
+        return record
+    return {}
 
 
 def _read_holder(found: TaggedObject | None) -> LeaseHolder | None:
     return parse_holder(_parse(found).get("holder"))
 
 
-def _is_released(found: TaggedObject) -> bool:
-    record = _parse(found)
-    return "holder" in record and record["holder"] is None
-
-
-def _read_generation(found: TaggedObject | None) -> int:
-    generation = _parse(found).get("generation")
-    return generation if isinstance(generation, int) else 0
+def _is_released(found: TaggedObject | None) -> bool:
+    return found is None or _parse(found).get("holder", "") is None

@@ -115,7 +115,7 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     ),
     if_given(
         outputs.check_addresses,
-        *(_SAVE, "checkpoint.load", "checkpoint.pretrained_checkpoint", "checkpoint.local_dir"),
+        *(_SAVE, "checkpoint.load", "checkpoint.pretrained_checkpoint"),
     ),
     needs("checkpoint.local_dir", ", for an address in --save", "checkpoint.save_staging"),
     needs(_KEEP_LATEST, ": without it all checkpoints are kept", "checkpoint.keep_every"),

@@ -36,11 +36,6 @@ def check_addresses(settings: ConfigWithOrigin) -> Iterator[Finding]:
             f"{settings.describe('checkpoint.hf_export_interval')} needs a folder for --save. "
             "With an address, convert checkpoints with tools/convert_checkpoint.py."
         )
-    if not found and checkpoint.local_dir is not None:
-        yield error(
-            f"{settings.describe('checkpoint.local_dir')} is for an address in --save or --load. "
-            "Leave it out."
-        )
 
 
 def check_profile(settings: ConfigWithOrigin) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from megatron.checkpoint.lineage import Lineage, find_run_lineage, read_lineage
 from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.save import Saver, check_writable
 from megatron.checkpoint.start import agree_on_damage
-from megatron.checkpoint.store import Store
+from megatron.checkpoint.store import NO_STORE, Store
 from megatron.config.compare import format_warnings
 from megatron.config.tree import Config
 from megatron.data.epochs import measure_training_data
@@ -92,12 +92,7 @@ def build_engine(
 
 
 def load_engine(
-    engine: Engine,
-    checkpoint: Checkpoint,
-    config: Config,
-    ranks: Ranks,
-    log: Callable[[str], None],
-    store: Store,
+    engine: Engine, checkpoint: Checkpoint, config: Config, ranks: Ranks, store: Store
 ) -> str | None:
     """Load a checkpoint of any layout into the engine, on all ranks together.
 
@@ -129,7 +124,7 @@ def load_engine(
 
     # Ranks must agree on the damage before any of them goes on. A rank that read its part without
     # an error would otherwise train on weights that the others do not have.
-    damage = ranks.work(read, f"loading {checkpoint.folder}", log)
+    damage = ranks.work(read, f"loading {checkpoint.folder}", ranks.log)
     damaged = agree_on_damage(checkpoint, damage, ranks, store)
     if damaged is None:
         # Checked after the digests, because a damaged file may hold any number. Weights that are
@@ -137,7 +132,7 @@ def load_engine(
         refuse_not_finite(checkpoint, describe_not_finite(shards), ranks)
         engine.finish_load(checkpoint.optimizer if with_optimizer else None)
         if added:
-            log(
+            ranks.log(
                 f"the vocabulary has {added} tokens more than {checkpoint.folder}; their rows of "
                 "the embedding and of the output matrix are the mean of its rows"
             )
@@ -229,7 +224,7 @@ def start_run(
     timers: Timers,
     lease: Lease | None,
     exits: Exits | None = None,
-    store: Store | None = None,
+    store: Store = NO_STORE,
 ) -> Run:
     """Start the job, from scratch or from its checkpoint.
 
@@ -247,8 +242,6 @@ def start_run(
     # After a rollback, the run keeps its time limit and its handlers of signals.
     if exits is None:
         exits = build_exits(launch.config, ranks)
-    if store is None:
-        store = Store()
     # Only the holder of the lease may rename or remove anything in the folder.
     own = lease is not None and job.plan.config.checkpoint.resumes_itself
     damage: dict[int, str] = {}
@@ -274,7 +267,7 @@ def start_run(
         if job.checkpoint is None:
             wrong = None
         else:
-            wrong = load_engine(engine, job.checkpoint, job.plan.config, ranks, log, store)
+            wrong = load_engine(engine, job.checkpoint, job.plan.config, ranks, store)
         if wrong is None:
             return build_run(
                 job,
@@ -374,12 +367,7 @@ def build_run(
 
 
 def build_saver(
-    job: Job,
-    mesh: Mesh,
-    reporter: Reporter,
-    lease: Lease | None,
-    exporter: Exporter,
-    store: Store,
+    job: Job, mesh: Mesh, reporter: Reporter, lease: Lease | None, exporter: Exporter, store: Store
 ) -> Saver | None:
     """Build the saver, or return None if nothing is saved.
 

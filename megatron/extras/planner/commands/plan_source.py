@@ -42,6 +42,9 @@ _SWITCHES = frozenset(
 _WITH_VALUE = frozenset(
     {
         "--carbon-intensity",
+        "--store-gb-per-second",
+        "--store-price",
+        "--store-write-price",
         "--consumed-samples",
         "--device-memory-gib",
         "--dry-run-microbatches",

@@ -69,6 +69,7 @@ def plan_storage(
     monthly = options.price * size / 1e9
     # The storage grows evenly to its maximum, and stays there.
     mean = most * (1 - most / (2 * saves)) if saves else 0.0
+    # Each rank's last part is not full, so a request for each rank is added.
     writes = saves * (size / PART + plan.world_size)
     return StoragePlan(
         bytes=size,
