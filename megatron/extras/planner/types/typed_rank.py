@@ -1,0 +1,99 @@
+"""One training step of one rank of the real layout, typed."""
+
+import gc
+import traceback
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from megatron.base.code_version import PACKAGE
+from megatron.extras.planner.dry_run.fake_rank import (
+    assume_loads,
+    build_rank,
+    get_gpu,
+    make_batch,
+    name_groups,
+)
+from megatron.extras.planner.dry_run.process import choose_fake_kernels, choose_microbatches
+from megatron.extras.planner.types.axes import list_axes, list_offsets
+from megatron.extras.planner.types.forward import ForwardTypes, keep_types_in_hooks
+from megatron.extras.planner.types.gradients import GradientFlow
+from megatron.extras.planner.types.messages import Recorder
+from megatron.extras.planner.types.record import RankTypes
+from megatron.extras.planner.types.update import UpdateChecks
+from megatron.plan.run_plan import Plan
+
+
+def use_plain_operators(plan: Plan) -> Plan:
+    """Return the plan without compilation, fused kernels and float8, which have no types."""
+    kernels = replace(
+        plan.config.kernels,
+        use_torch_compile=False,
+        gradient_accumulation_fusion=False,
+        rope_fusion=False,
+        bias_swiglu_fusion=False,
+        residual_norm_fusion=False,
+        cross_entropy_loss_fusion=False,
+    )
+    precision = replace(plan.config.precision, fp8_format=None)
+    config = replace(plan.config, kernels=kernels, precision=precision)
+    return choose_fake_kernels(replace(plan, config=config))
+
+
+def run_typed_rank(plan: Plan, rank: int, kind: str) -> RankTypes:
+    """Run a step of a rank on the fake GPU of this process, and return what was found."""
+    coordinate = plan.grid.get_coordinate(rank)
+    found = RankTypes(rank, str(coordinate), coordinate.pipeline, kind)
+    plan = use_plain_operators(plan)
+    microbatches = choose_microbatches(plan)
+    if plan.pipeline_size == 1:
+        microbatches = min(microbatches, 2)
+    last = microbatches - 1
+    flow = GradientFlow()
+    axes = list_axes(plan.grid)
+    list_offsets.cache_clear()
+    assume_loads(1.0)
+    with get_gpu(), keep_types_in_hooks():
+        try:
+            built = build_rank(plan, rank)
+            engine = built.engine
+            types = ForwardTypes(built.mesh, axes)
+            recorder = Recorder(found, flow, name_groups(built.mesh))
+            checks = UpdateChecks(
+                engine, built.mesh, found, recorder, flow, passes=min(microbatches, 2)
+            )
+            for stage in engine._rank_stages:
+                types.type_parameters(stage)
+                for name, spec in stage.specs.items():
+                    found.gradients[spec.get_global_name(name)] = types.find_type(spec)
+            batch = plan.config.batch
+            samples = make_batch(microbatches, batch.micro_batch_size, plan.config.model.seq_length)
+            with (
+                types.install(),
+                recorder.install(lambda number: 0 < number < last),
+                checks.install(),
+                recorder,
+            ):
+                engine.train_batch(samples, iteration=1, lr=1e-4, vote=lambda: (0.0, 0.0))
+                checks.check_reads()
+                checks.check_all_coordinates()
+            found.checked.update(types.checked)
+        except Exception as error:
+            found.problems.append(_describe_error(error))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            gc.collect()
+    return found
+
+
+def _describe_error(error: Exception) -> str:
+    """Return an error with the innermost line of the package that it comes from."""
+    prefix = f"{PACKAGE}/"
+    lines = [
+        f"{frame.filename.removeprefix(prefix)}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename.startswith(prefix) and "/extras/planner/" not in frame.filename
+    ]
+    where = f"{lines[-1]}: " if lines else ""
+    return f"{where}{type(error).__name__}: {error}"
