@@ -187,9 +187,7 @@ def _resolve_run(options: VerifyArguments, training: list[str]) -> Plan:
     return plan
 
 
-def _print_report(
-    options: VerifyArguments, report: dict[str, Any], lines: Iterable[str]
-) -> None:
+def _print_report(options: VerifyArguments, report: dict[str, Any], lines: Iterable[str]) -> None:
     """Print the report in the form that was asked for, and write it."""
     if options.report is not None:
         options.report.write_text(json.dumps(report, indent=1) + "\n")

@@ -15,7 +15,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from spmd_types import (
-    I,
     R,
     SpmdTypeError,
     V,
@@ -23,7 +22,6 @@ from spmd_types import (
     get_local_type,
     no_typecheck,
     register_autograd_function,
-    register_local_autograd_function,
 )
 from spmd_types._checker import infer_local_type_for_axis
 from spmd_types._raw_dist import RAW_DIST_RULES
@@ -34,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.engine.parallelize import RankStage
 from megatron.extras.planner.types.axes import LETTERS, Axis, list_offsets, use_axes
+from megatron.model.experts.routing import list_routers
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
 from megatron.parallel.layers import ParameterSpec
@@ -111,11 +110,10 @@ class ForwardTypes:
                     _set_type(value, self._make_type("R", "V"))
             if x is not None:
                 _set_type(x, border)
-            for stage_router in model.modules():
-                for name in ("balance", "counts", "sums"):
-                    value = getattr(stage_router, name, None)
-                    if isinstance(value, Tensor):
-                        _set_type(value, self._make_type("R" if name == "balance" else "V", "V"))
+            for router in list_routers(model):
+                _set_type(router.balance, self._make_type("R", "R"))
+                _set_type(router.counts, self._make_type("V", "V"))
+                _set_type(router.sums, self._make_type("V", "V"))
             out = forward(model, x, inputs)
             # Each data rank has a part of the loss. FSDP2 averages the gradients over them.
             expected = self._make_type("I", "V") if model.head is not None else border
@@ -160,7 +158,11 @@ class ForwardTypes:
             for axis in self._axes:
                 if not axis.shares(ranks):
                     continue
-                if sums and given.arguments["op"] == dist.ReduceOp.SUM and types[axis.mesh] is not V:
+                if (
+                    sums
+                    and given.arguments["op"] == dist.ReduceOp.SUM
+                    and types[axis.mesh] is not V
+                ):
                     raise SpmdTypeError(f"{kind} adds up equal tensors over the {axis.name} ranks")
                 if kind != "all_to_all":
                     types[axis.mesh] = R if axis.is_in(ranks) else V
@@ -192,9 +194,7 @@ class ForwardTypes:
             stack.enter_context(patch.object(GPT, "forward", forward))
             for function, rule in DECLARED.items():
                 run = _bind(self._run_function, function, rule)
-                stack.enter_context(
-                    patch.object(function, "typecheck_forward", run, create=True)
-                )
+                stack.enter_context(patch.object(function, "typecheck_forward", run, create=True))
                 register_autograd_function(function)
             yield
 

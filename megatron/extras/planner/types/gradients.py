@@ -5,10 +5,8 @@ parameter, or which sum, its elements belong to, what it was multiplied by, and 
 was added up. Every operator that copies, scales or adds up labelled elements changes their labels.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any
 
 from torch import Tensor
@@ -16,10 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.extras.planner.types.axes import Offsets
 
-_ATTRIBUTES = {"mul", "mul_", "_foreach_mul_"}
-_DIVISIONS = {"div", "div_", "_foreach_div_"}
-_SCALED = _ATTRIBUTES | _DIVISIONS
-_KEPT = {"_to_copy", "clone", "neg", "abs", "clamp", "_foreach_copy_", "copy_", "add_"}
+_PRODUCTS = ("mul", "mul_", "_foreach_mul_")
+_DIVISIONS = ("div", "div_", "_foreach_div_")
+_COPIES = ("_to_copy", "clone", "clamp")
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,7 @@ class Label:
     start: int
     count: int
     name: str
-    factor: Fraction = Fraction(1)
+    factor: float = 1.0
     """The product of all factors since the backward pass, also those of means over ranks."""
     sums: tuple[Offsets, ...] = ()
     """The groups over which it was added up, in order."""
@@ -111,42 +108,47 @@ class GradientFlow:
         for tensor in tensors:
             self._change(tensor, ranks=ranks, operation=operation)
 
-    def follow(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
+    def follow(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         """Follow an operator."""
         if not self._labels:
             return
         name = func._schema.name.split("::")[1]
         if name in ("cat", "stack"):
-            place = 0
-            labels = []
-            for part in args[0]:
-                found = self.find(part)
-                labels += [replace(each, start=each.start + place) for each in found]
-                place += part.numel()
-            if labels:
-                self._replace(out, labels)
-            return
-        tensors = [each for each in tree_leaves(args[:1]) if isinstance(each, Tensor)]
-        if not tensors or not any(map(self.find, tensors)) and name != "copy_":
+            self._join(args[0], out)
             return
         if name == "copy_":
-            if isinstance(args[1], Tensor):
-                self._copy(args[1], args[0])
-        elif name in _SCALED and isinstance(args[1], int | float):
-            scale = Fraction(args[1])
-            if name in _DIVISIONS:
-                scale = 1 / scale
-            for tensor in tensors:
-                if name.endswith("_"):
-                    self._change(tensor, scale=scale)
-                else:
-                    self._copy(tensor, out, scale=scale)
-        elif name == "_to_copy" and kwargs.get("device") is not None and out.device.type == "cpu":
+            self._copy(args[1], args[0])
+            return
+        tensors = [each for each in tree_leaves(args[:1]) if isinstance(each, Tensor)]
+        if not any(map(self.find, tensors)):
+            return
+        if name == "_local_scalar_dense" or _is_on_host(out):
             self.read += self.find(tensors[0])
-        elif name == "_local_scalar_dense":
-            self.read += self.find(tensors[0])
-        elif name in ("_to_copy", "clone", "clamp") and isinstance(out, Tensor):
+        elif name in (*_PRODUCTS, *_DIVISIONS) and isinstance(args[1], int | float):
+            self._scale(name, tensors, 1 / args[1] if name in _DIVISIONS else args[1], out)
+        elif name in _COPIES:
             self._copy(tensors[0], out)
+
+    def _scale(self, name: str, tensors: Sequence[Tensor], scale: float, out: Any) -> None:
+        if not name.endswith("_"):
+            self._copy(tensors[0], out, scale=scale)
+            return
+        for tensor in tensors:
+            self._change(tensor, scale=scale)
+
+    def _join(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        place = 0
+        labels = []
+        for part in parts:
+            labels += [replace(each, start=each.start + place) for each in self.find(part)]
+            place += part.numel()
+        if labels:
+            self._replace(out, labels)
+
+
+def _is_on_host(out: Any) -> bool:
+    """Return whether a result of a labelled tensor, which is on the GPU, is in host memory."""
+    return isinstance(out, Tensor) and out.device.type == "cpu"
 
 
 def _find_extent(tensor: Tensor) -> tuple[int, int]:
@@ -161,7 +163,7 @@ def _find_extent(tensor: Tensor) -> tuple[int, int]:
 def _apply(
     label: Label,
     *,
-    scale: Fraction = Fraction(1),
+    scale: float = 1.0,
     ranks: Offsets | None = None,
     operation: str = "",
 ) -> Label:

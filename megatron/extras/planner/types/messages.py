@@ -1,12 +1,10 @@
 """The messages of a rank: recorded in order, and compared with what the core declares."""
 
-from collections import Counter
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
-
-import inspect
 
 import torch
 import torch.distributed as dist
@@ -61,7 +59,7 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "c10d":
             self._note(func, args)
         else:
-            self._flow.follow(func, args, kwargs or {}, out)
+            self._flow.follow(func, args, out)
         return out
 
     def _note(self, func: Any, args: tuple[Any, ...]) -> None:

@@ -6,7 +6,6 @@ from importlib.metadata import version
 from typing import Any
 
 from megatron.base.code_version import get_code_version
-from megatron.base.plain_text import format_count
 from megatron.extras.planner.types.check import TypeCheck
 from megatron.parallel.spmd import DECLARED
 from megatron.plan.run_plan import Plan
@@ -47,6 +46,9 @@ def build_types_report(plan: Plan, check: TypeCheck) -> dict[str, Any]:
         notes.append("The command has --deepspeed. The native engine was checked.")
     if plan.config.precision.fp8_format is not None:
         notes.append("The command has float8. A step without it was checked.")
+    layers = plan.config.model.num_layers
+    if check.layers != layers:
+        notes.append(f"All layers are of one kind, and {check.layers} of {layers} were run.")
     return {
         "type_checked": check.passed,
         "problems": check.problems,
@@ -74,7 +76,9 @@ def format_types_report(report: dict[str, Any]) -> Iterator[str]:
         yield f"  {problem}"
     yield from (f"note: {note}" for note in report["notes"])
     yield "ranks"
-    yield from (f"  {each['rank']}: {each['coordinate']} ({each['kind']})" for each in report["ranks"])
+    yield from (
+        f"  {each['rank']}: {each['coordinate']} ({each['kind']})" for each in report["ranks"]
+    )
     yield "gradients of parameters before they are reduced, over each group of ranks"
     rows: dict[tuple[str, str], int] = {}
     for name, types in report["gradients"].items():

@@ -2,9 +2,11 @@
 
 import gc
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
+from spmd_types import SpmdTypeError
 
 from megatron.base.code_version import PACKAGE
 from megatron.extras.planner.dry_run.fake_rank import (
@@ -15,7 +17,7 @@ from megatron.extras.planner.dry_run.fake_rank import (
     name_groups,
 )
 from megatron.extras.planner.dry_run.process import choose_fake_kernels, choose_microbatches
-from megatron.extras.planner.types.axes import list_axes, list_offsets
+from megatron.extras.planner.types.axes import Axis, list_axes, list_offsets
 from megatron.extras.planner.types.forward import ForwardTypes, keep_types_in_hooks
 from megatron.extras.planner.types.gradients import GradientFlow
 from megatron.extras.planner.types.messages import Recorder
@@ -79,7 +81,7 @@ def run_typed_rank(plan: Plan, rank: int, kind: str) -> RankTypes:
                 checks.check_all_coordinates()
             found.checked.update(types.checked)
         except Exception as error:
-            found.problems.append(_describe_error(error))
+            found.problems.append(_describe_error(error, axes))
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -87,8 +89,11 @@ def run_typed_rank(plan: Plan, rank: int, kind: str) -> RankTypes:
     return found
 
 
-def _describe_error(error: Exception) -> str:
+def _describe_error(error: BaseException, axes: Sequence[Axis]) -> str:
     """Return an error with the innermost line of the package that it comes from."""
+    # torch's pipeline raises an error of its own from ours.
+    while error.__cause__ is not None:
+        error = error.__cause__
     prefix = f"{PACKAGE}/"
     lines = [
         f"{frame.filename.removeprefix(prefix)}:{frame.lineno}"
@@ -96,4 +101,12 @@ def _describe_error(error: Exception) -> str:
         if frame.filename.startswith(prefix) and "/extras/planner/" not in frame.filename
     ]
     where = f"{lines[-1]}: " if lines else ""
-    return f"{where}{type(error).__name__}: {error}"
+    if not isinstance(error, SpmdTypeError):
+        return f"{where}{type(error).__name__}: {error}"
+    # Without its proposals, which name functions of spmd_types.
+    text = str(error.args[0]).partition("\nAre you missing")[0]
+    if error.context:
+        text = f"{text} {' '.join(error.context.split())}"
+    for axis in axes:
+        text = text.replace(repr(axis.mesh), axis.name)
+    return f"{where}{text}"

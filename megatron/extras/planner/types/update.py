@@ -5,11 +5,11 @@ data x context ranks. Every parameter must be in the norm once. The loss, the no
 and statistics must be added up over all ranks, once.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from fractions import Fraction
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -39,8 +39,13 @@ class UpdateChecks:
     """The assertions on one rank."""
 
     def __init__(
-        self, engine: NativeEngine, mesh: Mesh, found: RankTypes, recorder: Recorder,
-        flow: GradientFlow, passes: int,
+        self,
+        engine: NativeEngine,
+        mesh: Mesh,
+        found: RankTypes,
+        recorder: Recorder,
+        flow: GradientFlow,
+        passes: int,
     ) -> None:
         """Check a step of an engine with this number of computed microbatches."""
         self._engine = engine
@@ -141,9 +146,7 @@ class UpdateChecks:
                 continue
             local = self._engine._get_local_tensor(gradient)
             sums = averaged.get(name, ())
-            factor = Fraction(1)
-            for group in sums:
-                factor /= len(group)
+            factor = 1 / math.prod(map(len, sums))
             if local.numel():
                 self._flow.mark(local, name, sums=sums, factor=factor)
         self._flow.mark(loss, LOSS)
@@ -191,17 +194,23 @@ class UpdateChecks:
                     f"{master.name}: its gradient is added up {sums[group]} times over the "
                     f"{self._name(group)}, and must be {expected[group]} times"
                 )
-        if label.factor != Fraction(1, ranks):
+        if not math.isclose(label.factor * ranks, 1):
             self._report(
-                f"{master.name}: its gradient is divided by {1 / label.factor}, and must be by "
+                f"{master.name}: its gradient is divided by {1 / label.factor:g}, and must be by "
                 f"{ranks}, the data x context ranks"
             )
 
     def _name(self, ranks: Offsets) -> str:
         sharding = self._mesh.sharding
         experts = self._mesh.expert_parallel
-        names = {"tensor-parallel ranks": self._tensor, "first and last stage": list_offsets(self._mesh.ends)}
-        for name, each in (("shards", sharding), *([("equal experts", experts.sharding)] if experts else [])):
+        names = {
+            "tensor-parallel ranks": self._tensor,
+            "first and last stage": list_offsets(self._mesh.ends),
+        }
+        for name, each in (
+            ("shards", sharding),
+            *([("equal experts", experts.sharding)] if experts else []),
+        ):
             if each.mesh is not None:
                 names[name] = list_offsets(each.mesh.get_group())
             names[f"copies of {name}"] = list_offsets(each.replicas)
@@ -263,24 +272,29 @@ class UpdateChecks:
 
     def check_reads(self) -> None:
         """Check the sums that the host has read."""
+        ranks = self._mesh.grid.weight_ranks * self._mesh.grid.tensor
+        for name in (LOSS, NORM, STATISTICS):
+            labels = [label for label in self._flow.read if label.name == name]
+            if labels or name != STATISTICS:
+                self._check_once(labels, name)
+            for label in labels:
+                if name == LOSS and not math.isclose(label.factor * ranks, 1):
+                    self._report(
+                        f"the loss is divided by {1 / label.factor:g}, and must be by {ranks}"
+                    )
+
+    def _check_once(self, labels: list[Label], name: str) -> None:
+        """Check that a sum over all ranks was made once."""
         once = (self._world,) if len(self._world) > 1 else ()
-        share = Fraction(1, self._mesh.grid.weight_ranks * self._mesh.grid.tensor)
-        needed = {LOSS, NORM}
-        for label in self._flow.read:
-            if label.name not in (LOSS, NORM, STATISTICS, TOKENS):
-                continue
-            needed.discard(label.name)
-            self._count(f"sums over all ranks: {label.name}")
-            if label.sums != once:
-                self._report(
-                    f"the {label.name} is read after {len(label.sums)} sums over groups of "
-                    f"{[len(group) for group in label.sums]} ranks, and must be added up once over "
-                    f"all {len(self._world)} ranks"
-                )
-            elif label.name == LOSS and label.factor != share:
-                self._report(f"the loss is divided by {1 / label.factor}, and must be by {1 / share}")
-        for name in sorted(needed):
-            self._report(f"the step does not read the {name} that all ranks have added up")
+        self._count(f"sums over all ranks: {name}")
+        if not labels:
+            self._report(f"the host does not read the {name}, which all ranks must add up")
+        for sums in {label.sums for label in labels} - {once}:
+            groups = " and ".join(f"{len(group)} ranks" for group in sums) or "no group"
+            self._report(
+                f"the {name} is added up over {groups}, and must be once over all "
+                f"{len(self._world)} ranks"
+            )
 
     @contextmanager
     def install(self) -> Iterator[None]:
@@ -288,6 +302,7 @@ class UpdateChecks:
         apply = NativeEngine._apply_gradients
         norm = native.compute_squared_norm
         count = NativeEngine._count_tokens
+        build = NativeEngine._build_inputs
 
         def apply_gradients(engine: Any, loss: Tensor, *args: Any) -> Any:
             self.begin_update(loss)
@@ -304,11 +319,19 @@ class UpdateChecks:
             self._flow.mark(counted, TOKENS)
             return counted
 
+        def build_inputs(engine: Any, *args: Any, **options: Any) -> Any:
+            inputs = build(engine, *args, **options)
+            if engine._counted_tokens is not None:
+                self._check_once(self._flow.find(engine._counted_tokens), TOKENS)
+                self._flow.clear()
+            return inputs
+
         self._engine._before_update = self.check_gradients
         with ExitStack() as stack:
             stack.enter_context(patch.object(NativeEngine, "_apply_gradients", apply_gradients))
             stack.enter_context(patch.object(native, "compute_squared_norm", compute_norm))
             stack.enter_context(patch.object(NativeEngine, "_count_tokens", count_tokens))
+            stack.enter_context(patch.object(NativeEngine, "_build_inputs", build_inputs))
             run = self._watch_backward(FSDPParamGroup.post_backward)
             stack.enter_context(patch.object(FSDPParamGroup, "post_backward", run))
             yield
