@@ -45,30 +45,34 @@ class Case:
     """A term of the loss that the Function adds to its backward pass only."""
 
 
-def make(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
+class Draw:
+    """Draws inputs, the same ones on all ranks."""
+
+    def __init__(self, size: int) -> None:
+        self._generator = torch.Generator().manual_seed(size)
+        self._size = size
+
+    def one(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator, dtype=torch.float64)
+
+    def each(self, *shape: int) -> list[Tensor]:
+        return [self.one(*shape) for _ in range(self._size)]
 
 
-def build_cases(rank: int, size: int) -> dict[str, Case]:
-    """Return the cases of a rank, by the names of the Functions and a variant."""
-    from megatron.model import loss, norm, positions
-    from megatron.model.experts import dispatch, grouped, routing
-    from megatron.parallel import collectives, context, entered_linear
+def build_collectives(rank: int, size: int) -> dict[str, Case]:
+    """Return the cases of Functions that only send, by the names of the Functions."""
+    from megatron.model.experts import dispatch
+    from megatron.parallel import collectives, context
 
-    generator = torch.Generator().manual_seed(size)
-
-    def draw(*shape: int) -> Tensor:
-        return make(generator, *shape)
-
-    def draw_each(*shape: int) -> list[Tensor]:
-        return [draw(*shape) for _ in range(size)]
-
+    inputs = Draw(size)
+    draw, draw_each = inputs.one, inputs.each
     group = dist.group.WORLD
     tp = TensorParallel(size, rank, group)
-    sharded = TensorParallel(size, rank, group, sequence_parallel=True)
     ranks = ContextParallel(size, rank, group)
     n = size
-    cases = {
+    rows = 4 * n - 1
+    """The last rank has fewer rows than the others."""
+    return {
         "_Copy": Case([draw(4, 3)], lambda x: collectives._Copy.apply(x, tp), lambda x: x, "I R"),
         "_Reduce": Case(
             [draw_each(4, 3)], lambda x: collectives._Reduce.apply(x, tp), lambda x: sum(x), "V I"
@@ -86,18 +90,13 @@ def build_cases(rank: int, size: int) -> dict[str, Case]:
             "V V",
         ),
         "_JoinParts": Case(
-            [
-                [
-                    draw(len(range(n * 4 - 1)[dispatch.find_own_rows(n * 4 - 1, r)]), 3)
-                    for r in (TensorParallel(n, i, group) for i in range(n))
-                ]
-            ],
-            lambda x: dispatch._JoinParts.apply(x, n * 4 - 1, tp),
+            [list(draw(rows, 3).split(4))],
+            lambda x: dispatch._JoinParts.apply(x, rows, tp),
             lambda x: torch.cat(x),
             "V I",
         ),
         "_TakePart": Case(
-            [draw(n * 4 - 1, 3)],
+            [draw(rows, 3)],
             lambda x: dispatch._TakePart.apply(x, tp),
             lambda x: list(x.split(4)),
             "I V",
@@ -109,7 +108,18 @@ def build_cases(rank: int, size: int) -> dict[str, Case]:
             "V V",
         ),
     }
-    # Several layers, with biases, without and with a sharded sequence.
+
+
+def build_linears(rank: int, size: int) -> dict[str, Case]:
+    """Return cases of two layers with biases, without and with a sharded sequence."""
+    from megatron.parallel import entered_linear
+
+    inputs = Draw(size)
+    draw, draw_each = inputs.one, inputs.each
+    group = dist.group.WORLD
+    tp = TensorParallel(size, rank, group)
+    sharded = TensorParallel(size, rank, group, sequence_parallel=True)
+    cases = {}
     for name, region in (("plain", tp), ("sequence", sharded)):
         x: Value = draw_each(2, 2, 6) if region.sequence_parallel else draw(2, 2, 6)
         weights = [draw_each(5, 6), draw_each(4, 6)]
@@ -133,6 +143,21 @@ def build_cases(rank: int, size: int) -> dict[str, Case]:
         cases[f"_EnteredLinears {name}"] = Case(
             [x, *weights, *biases], run_linears, apply_linears, types
         )
+
+    return cases
+
+
+def build_exchanges(rank: int, size: int) -> dict[str, Case]:
+    """Return the cases of context parallelism and of uneven messages."""
+    from megatron.model.experts import dispatch
+    from megatron.parallel import context
+
+    draw, draw_each = Draw(size).one, Draw(size).each
+    group = dist.group.WORLD
+    tp = TensorParallel(size, rank, group)
+    ranks = ContextParallel(size, rank, group)
+    n = size
+    cases = {}
 
     def gather(x: Tensor) -> Tensor:
         message = context._Message(ranks)
@@ -170,7 +195,16 @@ def build_cases(rank: int, size: int) -> dict[str, Case]:
         lambda x: [torch.cat([x[i].split(sizes[i])[j] for i in range(n)]) for j in range(n)],
         "V V",
     )
-    vocabulary = 5 * n
+    return cases
+
+
+def build_loss(rank: int, size: int) -> dict[str, Case]:
+    """Return the case of the loss, with a mask, z-loss, and padding on the last rank."""
+    from megatron.model import loss
+
+    inputs = Draw(size)
+    tp = TensorParallel(size, rank, dist.group.WORLD)
+    vocabulary = 5 * size
     labels = torch.arange(7) * 3 % (vocabulary - 1)
     mask = torch.tensor([1.0, 0, 1, 1, 1, 0, 1], dtype=torch.float64)
     real = min(5, vocabulary - 1 - 5 * rank)
@@ -188,10 +222,19 @@ def build_cases(rank: int, size: int) -> dict[str, Case]:
         of_rows = of_rows + 0.1 * logits.logsumexp(dim=1).square()
         return (of_rows * mask.float()).sum().reshape(1)
 
-    cases["_LinearCrossEntropy"] = Case(
-        [draw(7, 6).float(), [w.float() for w in draw_each(5, 6)]], run_loss, compute_loss, "RV I"
-    )
-    # Functions without messages.
+    given = [inputs.one(7, 6).float(), [w.float() for w in inputs.each(5, 6)]]
+    return {"_LinearCrossEntropy": Case(given, run_loss, compute_loss, "RV I")}
+
+
+def build_local(size: int) -> dict[str, Case]:
+    """Return the cases of Functions without messages."""
+    from megatron.model import norm, positions
+    from megatron.model.experts import dispatch, grouped, routing
+
+    inputs = Draw(size)
+    draw, draw_each = inputs.one, inputs.each
+    generator = torch.Generator().manual_seed(1)
+    cases = {}
     order = torch.randperm(8, generator=generator)
     inverse = order.argsort()
     cases["_Spread"] = Case(
@@ -306,7 +349,13 @@ def _require_gradient(value: Value) -> Any:
 def check_all_functions() -> None:
     start_process_group("gloo", 1)
     rank, size = dist.get_rank(), dist.get_world_size()
-    cases = build_cases(rank, size)
+    cases = {
+        **build_collectives(rank, size),
+        **build_linears(rank, size),
+        **build_exchanges(rank, size),
+        **build_loss(rank, size),
+        **build_local(size),
+    }
     for name, case in cases.items():
         compare(name, case, rank, size)
     tested = {word for name in cases for word in name.split() if word.startswith("_")}

@@ -1,4 +1,4 @@
-"""Types over groups of ranks, at the real size of a run, on fake GPUs (`tools/verify.py --types`)."""
+"""Types over groups of ranks at the real size, on fake GPUs (`tools/verify.py --types`)."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -80,7 +80,10 @@ def test_random_runs_are_no_alarms(typed: Callable[..., Any]) -> None:
     checked = 0
 
     @settings(
-        max_examples=60, deadline=None, derandomize=True, database=None,
+        max_examples=60,
+        deadline=None,
+        derandomize=True,
+        database=None,
         suppress_health_check=list(HealthCheck),
     )
     @given(run=draw_run())

@@ -42,7 +42,11 @@ def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
 def leave_row_parallel_products_apart() -> AbstractContextManager[Any]:
     from megatron.parallel import layers
 
-    return _wrap(layers, "leave_tensor_parallel", lambda _: lambda x, tp: x)
+    return _wrap(
+        layers.RowParallelLinear,
+        "forward",
+        lambda _: lambda layer, x: layer._multiply(x, layer.bias),
+    )
 
 
 def leave_input_gradients_partial() -> AbstractContextManager[Any]:
@@ -150,10 +154,10 @@ def reduce_in_other_precision_on_last_rank() -> AbstractContextManager[Any]:
     from megatron.engine.sharding import _TimedReduceScatter
 
     def make(reduce: Any) -> Any:
-        def call(timed: Any, output: Any, sent: Any, group: Any, *args: Any) -> Any:
+        def call(timed: Any, *tensors: Any, group: Any, **options: Any) -> Any:
             if group.rank() == group.size() - 1:
                 timed._dtype = torch.bfloat16
-            return reduce(timed, output, sent, group, *args)
+            return reduce(timed, *tensors, group=group, **options)
 
         return call
 

@@ -90,10 +90,11 @@ def check_types(plan: Plan, run: Run) -> TypeCheck:
     began = time.monotonic()
     plan = reduce_depth(plan)
     ranks = run([(plan, rank, kind) for rank, kind in choose_ranks(plan)])
+    # The same line runs in each layer.
     problems = [
         f"rank {rank.rank} ({rank.coordinate}): {problem}"
         for rank in ranks
-        for problem in rank.problems
+        for problem in dict.fromkeys(rank.problems)
     ]
     # The traces of a rank that ended early differ, and would hide why.
     if not problems:

@@ -96,7 +96,7 @@ class ForwardTypes:
             }
         for name, parameter in parameters.items():
             types = self.find_type(stage.specs[name])
-            parameter._local_type = {a.mesh: LETTERS[types[a.name]] for a in self._axes}
+            _set_type(parameter, {a.mesh: LETTERS[types[a.name]] for a in self._axes})
 
     def run_stage(
         self, forward: Callable[..., Tensor], model: GPT, x: Tensor | None, inputs: Inputs
@@ -256,9 +256,8 @@ def _require(function: Any, name: str, tensor: Tensor, axis: Axis, expected: str
 def _infer(function: Any, axis: Axis, arguments: list[Any]) -> Any:
     """Return the type of an operator without messages over an axis."""
     tensors = [each for each in tree_leaves(arguments) if isinstance(each, Tensor)]
-    types = [get_local_type(each).get(axis.mesh) for each in tensors]
+    types: list[Any] = [get_local_type(each).get(axis.mesh) for each in tensors]
     if None in types:
         raise SpmdTypeError(f"an argument of {function.__name__} has no type over {axis.name}")
-    return infer_local_type_for_axis(
-        axis.mesh, types, no_grad=[not each.requires_grad for each in tensors]
-    )
+    no_grad = [not each.requires_grad for each in tensors]
+    return infer_local_type_for_axis(axis.mesh, types, no_grad=no_grad)

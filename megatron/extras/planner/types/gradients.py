@@ -50,7 +50,7 @@ class GradientFlow:
 
     def mark(self, tensor: Tensor, name: str, **state: Any) -> None:
         """Label all elements of a contiguous tensor."""
-        label = Label(tensor.storage_offset(), tensor.numel(), name, **state)
+        label = Label(int(tensor.storage_offset()), tensor.numel(), name, **state)
         self._replace(tensor, [label])
 
     def find(self, tensor: Tensor) -> list[Label]:
@@ -83,14 +83,14 @@ class GradientFlow:
         self._labels[storage._cdata] = (storage, [*kept, *labels])
 
     def _change(self, tensor: Tensor, **changes: Any) -> None:
-        offset = tensor.storage_offset()
+        offset = int(tensor.storage_offset())
         labels = self.find(tensor)
         if labels:
             moved = [replace(each, start=each.start + offset) for each in labels]
             self._replace(tensor, [_apply(each, **changes) for each in moved])
 
     def _copy(self, source: Tensor, into: Tensor, **changes: Any) -> None:
-        offset = into.storage_offset()
+        offset = int(into.storage_offset())
         labels = self.find(source)
         if len(labels) == 0 and not self.find(into):
             return
@@ -153,11 +153,12 @@ def _is_on_host(out: Any) -> bool:
 
 def _find_extent(tensor: Tensor) -> tuple[int, int]:
     """Return the first element of a storage that a tensor may have, and the one after the last."""
-    begin = tensor.storage_offset()
+    begin = int(tensor.storage_offset())
     if tensor.numel() == 0:
         return begin, begin
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return begin, begin + 1 + sum((size - 1) * stride for size, stride in steps)
+    # The last element of a view with strides is not after the product of its sizes.
+    return begin, begin + 1 + sum((int(size) - 1) * int(stride) for size, stride in steps)
 
 
 def _apply(

@@ -11,10 +11,10 @@ from megatron.parallel.spmd import DECLARED
 from megatron.plan.run_plan import Plan
 
 TRUSTED = (
-    "the gradients of the declared autograd Functions: tests/parallel/test_declared_gradients.py "
-    "compares each with one process on 2 and 3 ranks. Their messages in both passes are checked",
+    "the gradients of declared autograd Functions, apart from their messages in both passes "
+    "(tests/parallel/test_declared_gradients.py compares each with one process)",
     "FSDP2, beyond which messages it sends for each group of parameters",
-    "the parts that ranks choose by their number: slices of sequence, vocabulary, heads and experts",
+    "what ranks choose by their number: slices of the sequence, vocabulary, heads and experts",
     "sizes of uneven messages, that is rows of experts and keys of sliding windows",
     "masks of dropout, which must be equal on ranks with equal activations",
     "that a value of which every rank has a part (V) is a sum where it is added up",
@@ -23,6 +23,8 @@ TRUSTED = (
     "fused kernels, torch.compile and float8, in whose place PyTorch's operators are checked",
     "the optimizer's update, and values: rounding, sizes of numbers, data",
 )
+_SHOWN = 20
+"""Problems that the text has."""
 _MEANING = {"I": "equal (I)", "R": "a part (P), added up once", "V": "of this rank only (V)"}
 
 
@@ -72,8 +74,9 @@ def format_types_report(report: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of the report as text."""
     verdict = "type-checked" if report["type_checked"] else "NOT type-checked"
     yield f"{verdict}: {report['layout']}, in {report['seconds']:.0f} s (docs/verify.md)"
-    for problem in report["problems"]:
-        yield f"  {problem}"
+    yield from (f"  {problem}" for problem in report["problems"][:_SHOWN])
+    if len(report["problems"]) > _SHOWN:
+        yield f"  and {len(report['problems']) - _SHOWN} more, see --report or --json"
     yield from (f"note: {note}" for note in report["notes"])
     yield "ranks"
     yield from (
