@@ -161,8 +161,8 @@ def build_exchanges(rank: int, size: int) -> dict[str, Case]:
 
     def gather(x: Tensor) -> Tensor:
         message = context._Message(ranks)
-        begun = context._BeginGather.apply(x, message)
-        return context._EndGather.apply(begun, message)
+        started = context._BeginGather.apply(x, message)
+        return context._EndGather.apply(started, message)
 
     cases["_BeginGather _EndGather"] = Case(
         [draw_each(2, 3)], gather, lambda x: torch.cat(x), "V R"

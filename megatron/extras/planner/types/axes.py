@@ -36,6 +36,7 @@ def list_axes(grid: Grid) -> list[Axis]:
     """Return the axes of a stage that have several ranks. A pipeline has no common tensors."""
     sizes = {"tensor": grid.tensor, "context": grid.context, "data": grid.data}
     axes = []
+    # Tensor is the innermost axis, then context and data (`Grid`).
     stride = 1
     for name, size in sizes.items():
         if size > 1:
@@ -51,6 +52,7 @@ def list_offsets(group: dist.ProcessGroup | None) -> Offsets:
     if group is None:
         return frozenset((0,))
     ranks = dist.get_process_group_ranks(group)
+    # All groups of a kind have the same offsets, on each rank.
     return frozenset(rank - ranks[0] for rank in ranks)
 
 

@@ -49,6 +49,7 @@ def choose_ranks(plan: Plan) -> list[tuple[int, str]]:
             for stage in stages
         )
         kinds.setdefault((layers, pipeline in (0, grid.pipeline - 1)), []).append(pipeline)
+    # The same plan is checked on the same ranks again.
     draw = random.Random(plan.config.batch.seed)
     chosen = []
     for pipelines in kinds.values():
@@ -77,7 +78,9 @@ def reduce_depth(plan: Plan) -> Plan:
     """Return the plan with fewer layers if it has one stage with many equal layers."""
     layers = plan.config.model.num_layers
     kinds = {_describe_layer(plan, number) for number in range(layers)}
-    limit = _LAYERS_WITH_EXPERTS if plan.shape.expert_layers else _LAYERS
+    limit = _LAYERS
+    if plan.shape.expert_layers:
+        limit = _LAYERS_WITH_EXPERTS
     if plan.pipeline_size > 1 or len(kinds) > 1 or layers <= limit:
         return plan
     config = replace(plan.config, model=replace(plan.config.model, num_layers=limit))
@@ -178,11 +181,13 @@ def _compare_groups(ranks: Sequence[RankTypes]) -> list[str]:
         lists: list[tuple[int, list[Message]]] = []
         for rank in ranks:
             sent = [
+                # Ranks of other kinds may send it at another line.
                 replace(each, line="")
                 for phase in rank.phases.values()
                 for each in phase
                 if each.group == group
             ]
+            # Ranks between the ends have no such group.
             if group != "ends" or rank.pipeline in (0, last):
                 lists.append((rank.rank, sent))
         for (one, left), (other, right) in pairwise(lists):
@@ -200,12 +205,16 @@ def _compare_transfers(ranks: Sequence[RankTypes]) -> list[str]:
     found = []
     last = max(rank.pipeline for rank in ranks)
     for direction in ("forward", "backward"):
+        # The last rank sends to the first one if stages are interleaved.
         sides: dict[bool, list[tuple[str, list[Any]]]] = {True: [], False: []}
         for rank in ranks:
             for action in ("sent", "received"):
                 # Between the last and the first rank, a chunk ends and the next one begins.
                 forward = (action == "sent") == (direction == "forward")
-                around = rank.pipeline == (last if forward else 0)
+                end = last
+                if not forward:
+                    end = 0
+                around = rank.pipeline == end
                 transfers = rank.transfers.get(f"{action} {direction}", [])
                 sides[around].append((f"rank {rank.rank} has {action}", transfers))
         for lists in sides.values():

@@ -31,7 +31,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils._pytree import tree_leaves
 
 from megatron.engine.parallelize import RankStage
-from megatron.extras.planner.types.axes import LETTERS, Axis, list_offsets, use_axes
+from megatron.extras.planner.types.axes import LETTERS, Axis, Offsets, list_offsets, use_axes
+from megatron.model import goldfish
 from megatron.model.experts.routing import list_routers
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
@@ -43,7 +44,10 @@ from megatron.parallel.spmd import DECLARED, OUTSIDE, SpmdRule
 def choose_variant(text: str, group: Any) -> str:
     """Return the part of a declared text that holds for a group."""
     plain, slash, sharded = text.partition("/")
-    return sharded if slash and getattr(group, "sequence_parallel", False) else plain
+    # Only tensor-parallel ranks may have a sharded sequence.
+    if slash and getattr(group, "sequence_parallel", False):
+        return sharded
+    return plain
 
 
 def find_group(rule: SpmdRule, given: Mapping[str, Any]) -> Any:
@@ -52,7 +56,17 @@ def find_group(rule: SpmdRule, given: Mapping[str, Any]) -> Any:
         return None
     name, _, attribute = rule.group.partition(".")
     group = given[name]
-    return getattr(group, attribute) if attribute else group
+    if attribute:
+        # The group is part of a message between two Functions.
+        return getattr(group, attribute)
+    return group
+
+
+def list_ranks(group: Any) -> Offsets:
+    """Return the ranks of what `find_group` returned."""
+    if group is None:
+        return list_offsets(None)
+    return list_offsets(group.group)
 
 
 class ForwardTypes:
@@ -76,12 +90,18 @@ class ForwardTypes:
         for axis in self._axes:
             if spec.by_expert:
                 assert experts is not None, "a model with experts has their ranks"
-                found[axis.name] = "V" if axis.shares(list_offsets(experts.group)) else "R"
+                # Rows of experts come from all ranks, so they are V over each axis. Ranks that
+                # have equal experts are no axis, and `update.py` checks their sums.
+                found[axis.name] = "R"
+                if axis.shares(list_offsets(experts.group)):
+                    found[axis.name] = "V"
             elif axis.name != "tensor" or spec.partial_gradient:
                 # Each rank has a part of the sum that is the gradient.
                 found[axis.name] = "R"
             else:
-                found[axis.name] = "V" if spec.is_sharded else "I"
+                found[axis.name] = "I"
+                if spec.is_sharded:
+                    found[axis.name] = "V"
         return found
 
     def type_parameters(self, stage: RankStage) -> None:
@@ -112,11 +132,14 @@ class ForwardTypes:
                 _set_type(x, border)
             for router in list_routers(model):
                 _set_type(router.balance, self._make_type("R", "R"))
+                # They add up what this rank's tokens have chosen.
                 _set_type(router.counts, self._make_type("V", "V"))
                 _set_type(router.sums, self._make_type("V", "V"))
             out = forward(model, x, inputs)
             # Each data rank has a part of the loss. FSDP2 averages the gradients over them.
-            expected = self._make_type("I", "V") if model.head is not None else border
+            expected = border
+            if model.head is not None:
+                expected = self._make_type("I", "V")
             assert_type(out, expected)
             self.checked["forward passes of stages"] += 1
         return out
@@ -126,9 +149,10 @@ class ForwardTypes:
     def _run_function(self, function: Any, rule: SpmdRule, arguments: tuple[Any, ...]) -> Any:
         """Run a declared Function, check the types of its arguments, and type its results."""
         given = inspect.signature(function.forward).bind(None, *arguments).arguments
+        # The mode of types is off here, so the operators inside have no types.
         result = function.apply(*arguments)
         group = find_group(rule, given)
-        ranks = list_offsets(None if group is None else group.group)
+        ranks = list_ranks(group)
         types = {}
         for axis in self._axes:
             if rule.out is not None and axis.shares(ranks):
@@ -151,6 +175,7 @@ class ForwardTypes:
         def type_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = inspect.signature(func).bind(*args, **kwargs)
             given.apply_defaults()
+            # The result is written into the first argument. A sum has no other tensor.
             out, *rest = given.arguments.values()
             sent = next((each for each in rest if isinstance(each, Tensor)), out)
             types = dict(get_local_type(sent))
@@ -165,7 +190,10 @@ class ForwardTypes:
                 ):
                     raise SpmdTypeError(f"{kind} adds up equal tensors over the {axis.name} ranks")
                 if kind != "all_to_all":
-                    types[axis.mesh] = R if axis.is_in(ranks) else V
+                    # A group of experts may have a part of an axis. Other parts have other values.
+                    types[axis.mesh] = V
+                    if axis.is_in(ranks):
+                        types[axis.mesh] = R
             _set_type(out, types)
 
         return type_result
@@ -174,6 +202,8 @@ class ForwardTypes:
     def install(self) -> Iterator[None]:
         """Type the forward passes of stages meanwhile."""
         stage_forward = GPT.forward
+        # Without its cache, which would keep a tensor with the types of another plan.
+        goldfish_table = goldfish._make_table.__wrapped__
         rules = {
             dist.all_reduce: self._run_collective("all_reduce", sums=True),
             dist.all_gather_into_tensor: self._run_collective("all_gather", sums=False),
@@ -189,8 +219,16 @@ class ForwardTypes:
                 return stage_forward(model, x, inputs)
             return self.run_stage(stage_forward, model, x, inputs)
 
+        def make_table(device: torch.device) -> Tensor:
+            with no_typecheck():
+                table = goldfish_table(device)
+            # Its numbers are random, and drawn from a constant seed.
+            _set_type(table, self._make_type("R", "R"))
+            return table
+
         with ExitStack() as stack:
             stack.enter_context(patch.dict(RAW_DIST_RULES, rules))
+            stack.enter_context(patch.object(goldfish, "_make_table", make_table))
             stack.enter_context(patch.object(GPT, "forward", forward))
             for function, rule in DECLARED.items():
                 run = _bind(self._run_function, function, rule)
@@ -241,6 +279,7 @@ def _keep_types(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 def _set_type(tensor: Any, types: Mapping[Any, Any]) -> None:
     if isinstance(tensor, Tensor):
+        # `assert_type` would compare it with an earlier type instead of replacing it.
         tensor._local_type = dict(types)  # type: ignore[attr-defined]
 
 
@@ -256,6 +295,7 @@ def _require(function: Any, name: str, tensor: Tensor, axis: Axis, expected: str
 def _infer(function: Any, axis: Axis, arguments: list[Any]) -> Any:
     """Return the type of an operator without messages over an axis."""
     tensors = [each for each in tree_leaves(arguments) if isinstance(each, Tensor)]
+    # The rules of spmd_types for an operator without messages that is not linear.
     types: list[Any] = [get_local_type(each).get(axis.mesh) for each in tensors]
     if None in types:
         raise SpmdTypeError(f"an argument of {function.__name__} has no type over {axis.name}")

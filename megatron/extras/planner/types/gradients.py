@@ -55,6 +55,7 @@ class GradientFlow:
 
     def find(self, tensor: Tensor) -> list[Label]:
         """Return the labels of a tensor's elements. Their start counts from the tensor's."""
+        # Views share a storage, so labels belong to places in it.
         storage = tensor.untyped_storage()
         _, labels = self._labels.get(storage._cdata, (None, []))
         begin, end = _find_extent(tensor)
@@ -117,6 +118,7 @@ class GradientFlow:
             self._join(args[0], out)
             return
         if name == "copy_":
+            # This also clears labels, if the source has none.
             self._copy(args[1], args[0])
             return
         tensors = [each for each in tree_leaves(args[:1]) if isinstance(each, Tensor)]
@@ -125,7 +127,10 @@ class GradientFlow:
         if name == "_local_scalar_dense" or _is_on_host(out):
             self.read += self.find(tensors[0])
         elif name in (*_PRODUCTS, *_DIVISIONS) and isinstance(args[1], int | float):
-            self._scale(name, tensors, 1 / args[1] if name in _DIVISIONS else args[1], out)
+            scale = args[1]
+            if name in _DIVISIONS:
+                scale = 1 / scale
+            self._scale(name, tensors, scale, out)
         elif name in _COPIES:
             self._copy(tensors[0], out)
 
@@ -172,6 +177,7 @@ def _apply(
     if scale == 0:
         return replace(label, zeroed=True)
     if ranks is not None and len(ranks) > 1:
+        # A mean is a sum and a factor.
         if operation == "AVG":
             scale /= len(ranks)
         label = replace(label, sums=(*label.sums, ranks))

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.engine.pipeline_runner import _Stage, _StageModule
 from megatron.extras.planner.dry_run.fake_gpu import COLLECTIVES, find_line
 from megatron.extras.planner.types.axes import Offsets, list_offsets
-from megatron.extras.planner.types.forward import choose_variant, find_group
+from megatron.extras.planner.types.forward import choose_variant, find_group, list_ranks
 from megatron.extras.planner.types.gradients import GradientFlow
 from megatron.extras.planner.types.record import STEP, Message, RankTypes, Transfer
 from megatron.parallel.spmd import DECLARED, SpmdRule
@@ -55,6 +55,7 @@ class Recorder(TorchDispatchMode):
         if any(issubclass(each, DTensor) for each in types):
             # Its local tensors come here by themselves.
             return NotImplemented
+        # The fake GPU runs it. Its mode is below this one.
         out = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
             self._note(func, args)
@@ -68,11 +69,19 @@ class Recorder(TorchDispatchMode):
             return
         group = find_process_group(args)
         sent = [each for each in tree_leaves(args[:2]) if isinstance(each, Tensor)]
-        shape = tuple(sent[0].shape) if sent else ()
+        # A barrier has no tensor.
+        shape: tuple[int, ...] = ()
+        dtype = "none"
+        if sent:
+            shape = tuple(sent[0].shape)
+            dtype = str(sent[0].dtype).removeprefix("torch.")
+        # The fifth argument has the rows for each rank.
         if kind == "all_to_all" and len(set(args[4])) > 1:
             shape = shape[1:]
+        if any(map(self._flow.find, sent)):
+            # The last of FSDP2's shards are smaller, or empty.
+            shape = ()
         name = self._names.get(group.group_name, group.group_name)
-        dtype = str(sent[0].dtype).removeprefix("torch.") if sent else "none"
         message = Message(kind, name, group.size(), dtype, shape, find_line())
         self._found.phases.setdefault(self._phase, []).append(message)
         ranks = list_offsets(group)
@@ -110,7 +119,7 @@ class Recorder(TorchDispatchMode):
             return run(forward, "forward", rule.forward, ctx.spmd_group, ctx, *args)
 
         def run_backward(ctx: Any, *grads: Any) -> Any:
-            return run(backward, "backward", rule.backward, ctx.spmd_group, ctx, *grads)
+            return run(backward, "backward", rule.backward, ctx.spmd_group, _Unpacked(ctx), *grads)
 
         # `inspect` then still finds the names of the arguments.
         run_forward.__signature__ = signature  # type: ignore[attr-defined]
@@ -124,8 +133,9 @@ class Recorder(TorchDispatchMode):
         group: Any,
         messages: list[Sent],
     ) -> None:
+        # A group of one rank sends nothing.
         expected: list[str] = []
-        ranks = list_offsets(None if group is None else group.group)
+        ranks = list_ranks(group)
         if len(ranks) > 1:
             expected = choose_variant(text, group).split()
         kinds = [kind for kind, *_ in messages]
@@ -135,6 +145,7 @@ class Recorder(TorchDispatchMode):
         self._found.checked["messages of Functions"] = (
             self._found.checked.get("messages of Functions", 0) + 1
         )
+        # A message of another group is as wrong as a missing one.
         if kinds == expected and all(of == ranks for _, of, _ in messages):
             return
         code = inspect.unwrap(pass_).__code__
@@ -151,6 +162,7 @@ class Recorder(TorchDispatchMode):
 
         def make(stage: Any, microbatch: int) -> list[Any]:
             made = ops(stage, microbatch)
+            # Both sides name the sender's stage, so that their lists can be compared.
             sender = stage.stage_index + step
             noted = self._found.transfers.setdefault(name, [])
             for op in made:
@@ -178,6 +190,7 @@ class Recorder(TorchDispatchMode):
                 return backward(stage, number, *args, **kwargs)
 
         def run_module(module: Any, x: Tensor | None = None, *, number: Tensor) -> Tensor:
+            # FSDP2's hooks are hooks of the model, and do not run for a skipped microbatch.
             if skip(int(number)):
                 return _pass_through(module, x, outputs[id(module)])
             out = compute(module, x, number=number)
@@ -204,8 +217,23 @@ class Recorder(TorchDispatchMode):
             yield
 
 
+class _Unpacked:
+    """The context of a Function whose saved tensors are read before its backward pass.
+
+    A recomputation starts when they are read. Its messages are none of the Function's.
+    """
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx = ctx
+        self.saved_tensors = ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
 def _pass_through(module: Any, x: Tensor | None, like: Tensor) -> Tensor:
     """Return what has the shape of a stage's output, without computing the stage."""
+    # The first stage has no input that a gradient could go to.
     if x is None:
         return torch.zeros_like(like, requires_grad=True)
     if not module.model.stage.last:

@@ -16,7 +16,7 @@ class Message:
     ranks: int
     dtype: str
     shape: tuple[int, ...]
-    """That of the first tensor. The first dimension is left out if ranks get uneven parts."""
+    """Shape of the first tensor, without what differs between ranks that get uneven parts."""
     line: str
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class RankTypes:
     phases: dict[str, list[Message]] = field(default_factory=dict)
     """Forward or backward pass of a microbatch -> its messages. The order is that of the step."""
     transfers: dict[str, list[Transfer]] = field(default_factory=dict)
-    """`sent forward`, `received forward`, `sent backward`, `received backward` -> in order."""
+    """Side and direction, such as `sent forward` -> the messages in order."""
     gradients: dict[str, Mapping[str, str]] = field(default_factory=dict)
     """Parameter -> group of ranks -> type of its gradient."""
     checked: dict[str, int] = field(default_factory=dict)

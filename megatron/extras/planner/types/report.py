@@ -15,7 +15,7 @@ TRUSTED = (
     "(tests/parallel/test_declared_gradients.py compares each with one process)",
     "FSDP2, beyond which messages it sends for each group of parameters",
     "what ranks choose by their number: slices of the sequence, vocabulary, heads and experts",
-    "sizes of uneven messages, that is rows of experts and keys of sliding windows",
+    "sizes of uneven messages: rows of experts, keys of sliding windows, and shards",
     "masks of dropout, which must be equal on ranks with equal activations",
     "that a value of which every rank has a part (V) is a sum where it is added up",
     "ranks that were not run, and microbatches between the first and the last. These pass the "
@@ -72,7 +72,9 @@ def build_types_report(plan: Plan, check: TypeCheck) -> dict[str, Any]:
 
 def format_types_report(report: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of the report as text."""
-    verdict = "type-checked" if report["type_checked"] else "NOT type-checked"
+    verdict = "NOT type-checked"
+    if report["type_checked"]:
+        verdict = "type-checked"
     yield f"{verdict}: {report['layout']}, in {report['seconds']:.0f} s (docs/verify.md)"
     yield from (f"  {problem}" for problem in report["problems"][:_SHOWN])
     if len(report["problems"]) > _SHOWN:
@@ -86,11 +88,16 @@ def format_types_report(report: dict[str, Any]) -> Iterator[str]:
     rows: dict[tuple[str, str], int] = {}
     for name, types in report["gradients"].items():
         text = ", ".join(f"{axis}: {meaning}" for axis, meaning in types.items()) or "one rank"
+        # Layers have equal rows.
         row = re.sub(r"\.\d+\.", ".*.", name), text
         rows[row] = rows.get(row, 0) + 1
     width = max((len(name) for name, _ in rows), default=0)
     for (name, text), count in rows.items():
-        yield f"  {name:<{width}}  {text}" + (f" ({count} layers)" if count > 1 else "")
+        layers = ""
+        if count > 1:
+            layers = f" ({count} layers)"
+        yield f"  {name:<{width}}  {text}{layers}"
+    # What a reader must know before trusting the verdict comes last, and is always printed.
     yield "checked"
     yield from (f"  {what}: {count}" for what, count in report["checked"].items())
     yield "trusted"

@@ -1,6 +1,7 @@
 """One training step of one rank of the real layout, typed."""
 
 import gc
+import re
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
@@ -51,10 +52,12 @@ def run_typed_rank(plan: Plan, rank: int, kind: str) -> RankTypes:
     plan = use_plain_operators(plan)
     microbatches = choose_microbatches(plan)
     if plan.pipeline_size == 1:
+        # The first one accumulates, and the last one reduces.
         microbatches = min(microbatches, 2)
     last = microbatches - 1
     flow = GradientFlow()
     axes = list_axes(plan.grid)
+    # Its keys are groups of an earlier rank, which do not exist any more.
     list_offsets.cache_clear()
     assume_loads(1.0)
     # The ranks' names are the same text on a fake group. Receiving it from 16,384 ranks takes 2 s.
@@ -68,6 +71,7 @@ def run_typed_rank(plan: Plan, rank: int, kind: str) -> RankTypes:
             checks = UpdateChecks(
                 engine, built.mesh, found, recorder, flow, passes=min(microbatches, 2)
             )
+            # After the construction, in which FSDP2 has made the parameters that layers use.
             for stage in engine._rank_stages:
                 types.type_parameters(stage)
                 for name, spec in stage.specs.items():
@@ -85,6 +89,7 @@ def run_typed_rank(plan: Plan, rank: int, kind: str) -> RankTypes:
                 checks.check_all_coordinates()
             found.checked.update(types.checked)
         except Exception as error:
+            # A rank that fails is a result. The other ranks may fail in another way.
             found.problems.append(_describe_error(error, axes))
         finally:
             if dist.is_initialized():
@@ -104,11 +109,13 @@ def _describe_error(error: BaseException, axes: Sequence[Axis]) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.filename.startswith(prefix) and "/extras/planner/" not in frame.filename
     ]
-    where = f"{lines[-1]}: " if lines else ""
+    where = ""
+    if lines:
+        where = f"{lines[-1]}: "
     if not isinstance(error, SpmdTypeError):
         return f"{where}{type(error).__name__}: {error}"
     # Without its proposals, which name functions of spmd_types.
-    text = str(error.args[0]).partition("\nAre you missing")[0]
+    text = re.split(r"\nAre you missing|\n\nSet SPMD", str(error.args[0]))[0]
     if error.context:
         text = f"{text} {' '.join(error.context.split())}"
     for axis in axes:

@@ -88,7 +88,10 @@ class UpdateChecks:
                     names = [each._param_fqn for each in group.fsdp_params]
                     by_expert = bool(names) and stage.specs[names[0]].by_expert
                     sharding = self._get_sharding(by_expert=by_expert)
-                    times = self._passes if stage.sharded._reduces_always else 1
+                    # ZeRO 1 accumulates until the last microbatch.
+                    times = 1
+                    if stage.sharded._reduces_always:
+                        times = self._passes
                     sent = self._reductions.get(id(group), [])
                     done = self._check_group(names, sharding, sent, times)
                     averaged.update({f"{number} {name}": done for name in names})
@@ -105,6 +108,7 @@ class UpdateChecks:
             expected["reduce_scatter", shards, "AVG"] = times
         if len(copies) > 1:
             expected["all_reduce", copies, "AVG"] = 1
+        # Shards of one rank are sent nowhere, and gathers of weights are not sums.
         found = Counter(each for each in sent if len(each[1]) > 1 and each[0] != "all_gather")
         self._count("reductions of FSDP2")
         if names and found != expected:
@@ -149,6 +153,7 @@ class UpdateChecks:
             factor = 1 / math.prod(map(len, sums))
             if local.numel():
                 self._flow.mark(local, name, sums=sums, factor=factor)
+        # The host must read these after a sum over all ranks only.
         self._flow.mark(loss, LOSS)
         for router in self._engine._experts._routers:
             self._flow.mark(router.counts, STATISTICS)
@@ -160,6 +165,7 @@ class UpdateChecks:
             gradient = master.weight.grad
             assert gradient is not None, "the optimizer needs gradients"
             self._count("gradients")
+            # FSDP2's last shards of a small parameter are empty.
             if gradient.numel() == 0:
                 continue
             labels = self._flow.find(gradient)
@@ -184,6 +190,7 @@ class UpdateChecks:
                 )
             expected[self._tensor] += 1
         elif spec.partial_gradient and tensor:
+            # P becomes I.
             expected[self._tensor] += 1
         tied = not self._engine._plan.config.model.untie_embeddings_and_output_weights
         if tied and master.name == WORD_EMBEDDING and self._mesh.ends is not None:
@@ -215,7 +222,7 @@ class UpdateChecks:
                 names[name] = list_offsets(each.mesh.get_group())
             names[f"copies of {name}"] = list_offsets(each.replicas)
         found = [name for name, group in names.items() if group == ranks]
-        return f"{found[0] if found else 'group'} ({len(ranks)} ranks)"
+        return f"{[*found, 'group'][0]} ({len(ranks)} ranks)"
 
     # -- sums -------------------------------------------------------------------------------------
 
@@ -237,6 +244,7 @@ class UpdateChecks:
         return counted
 
     def _check_norm(self, tensors: list[Tensor]) -> None:
+        # The labels say which parameters the tensors belong to.
         names = [label.name for tensor in tensors for label in self._flow.find(tensor)]
         self._compare_counted(names, self._mesh)
 
@@ -264,6 +272,7 @@ class UpdateChecks:
                 sharding=replace(mesh.sharding, copy=copy),
             )
             if experts is not None:
+                # There may be fewer copies of the experts than of other weights.
                 of_experts = replace(experts.sharding, copy=min(copy, experts.sharding.copies - 1))
                 corner = replace(corner, expert_parallel=replace(experts, sharding=of_experts))
             with patch.object(self._engine, "_mesh", corner):
@@ -285,7 +294,9 @@ class UpdateChecks:
 
     def _check_once(self, labels: list[Label], name: str) -> None:
         """Check that a sum over all ranks was made once."""
-        once = (self._world,) if len(self._world) > 1 else ()
+        once: tuple[Offsets, ...] = ()
+        if len(self._world) > 1:
+            once = (self._world,)
         self._count(f"sums over all ranks: {name}")
         if not labels:
             self._report(f"the host does not read the {name}, which all ranks must add up")
@@ -326,6 +337,7 @@ class UpdateChecks:
                 self._flow.clear()
             return inputs
 
+        # The engine calls it when the gradients are complete, before the optimizer.
         self._engine._before_update = self.check_gradients
         with ExitStack() as stack:
             stack.enter_context(patch.object(NativeEngine, "_apply_gradients", apply_gradients))
