@@ -4,6 +4,7 @@
     python tools/verify.py --world-size 8 --config run.yaml
     python tools/verify.py train/my-run/my-run.slurm --report verification.json
     python tools/verify.py --compare step.json --weights runs/imported
+    python tools/verify.py --types --world-size 16384 -- <arguments of pretrain_gpt.py>
 
 The tool makes a reduced copy of the run, with at most 8 processes on this machine (--processes). It
 needs no GPU.
@@ -14,6 +15,9 @@ the same steps. Data, weights, gradients and moments of all ranks are compared.
 With --compare, it compares one step that another trainer has recorded with the same step here, and
 names the first number that differs. docs/verify.md has the form of the file.
 
+With --types, it types one training step at the real size, on fake GPUs. Some ranks are run, and
+every gradient and sum must be added up over the right ranks, once.
+
 Exit code 0 means that the copy equals the reference. Exit code 1 means that it differs. Exit code 2
 means that the command has errors, or cannot be verified. Exit code 5 means that a launch of the
 copy had too little time (--time-limit), and that nothing was seen to differ.
@@ -22,8 +26,10 @@ copy had too little time (--time-limit), and that nothing was seen to differ.
 import json
 import math
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megatron.base import exit_codes
 from megatron.base.errors import ConfigError, combine_errors
@@ -44,7 +50,7 @@ from megatron.plan.resolve import RANKS_PER_NODE, resolve
 from megatron.plan.rules.layout import WORLD_SIZE
 from megatron.plan.run_plan import Plan
 
-_SWITCHES = ("--help", "--json", "--no-json", "-h")
+_SWITCHES = ("--help", "--json", "--no-json", "--no-types", "--types", "-h")
 _WITH_VALUE = (
     *("--ranks-per-node", "--report", "--script-args", "--time-limit", "--world-size"),
     *("--processes", "--bound", "--compare", "--weights"),
@@ -81,6 +87,8 @@ class VerifyArguments:
     """A JSON file with one step of another trainer, to compare with ours."""
     weights: Path | None = None
     """The checkpoint with the weights of that step, as tools/convert_checkpoint.py imports it."""
+    types: bool = False
+    """Check types at the real size instead of the numbers of a copy. It needs spmd_types."""
     bound: float = 1e-3
     """Largest relative difference of a number, with --compare. A step in bf16 needs about 0.05."""
 
@@ -92,6 +100,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parse_arguments(VerifyArguments, args=own, prog="verify.py", description=__doc__)
     if options.compare is not None or options.weights is not None:
         return run_tool(lambda: _compare(options, training))
+    if options.types:
+        return run_tool(lambda: _check_types(options, training))
     return run_tool(lambda: _verify(options, training))
 
 
@@ -169,6 +179,47 @@ def _compare(options: VerifyArguments, training: list[str]) -> int:
     return exit_codes.SUCCESS if found.first is None else exit_codes.FOUND
 
 
+def _resolve_run(options: VerifyArguments, training: list[str]) -> Plan:
+    """Return the plan of the run, and print how it was read."""
+    if options.report is not None and not options.report.parent.is_dir():
+        # Otherwise the minutes of the verification would be lost.
+        raise ConfigError(f"--report {options.report}: its folder does not exist.")
+    plan, notes = resolve_command(options, training)
+    # Standard output has the report only.
+    for note in notes:
+        print_to_stderr(f"note: {note}")
+    return plan
+
+
+def _print_report(options: VerifyArguments, report: dict[str, Any], lines: Iterable[str]) -> None:
+    """Print the report in the form that was asked for, and write it."""
+    if options.report is not None:
+        options.report.write_text(json.dumps(report, indent=1) + "\n")
+    if options.json:
+        print_line(json.dumps(report, indent=1))
+    else:
+        print_line("\n".join(lines))
+
+
+def _check_types(options: VerifyArguments, training: list[str]) -> int:
+    """Type a step of the run at its real size."""
+    if options.time_limit is not None:
+        raise ConfigError("--time-limit has no effect with --types. Leave it out.")
+    if options.processes is not None:
+        raise ConfigError("--processes has no effect with --types. Leave it out.")
+    # These import torch, see `_verify`.
+    from megatron.extras.planner.types.check import check_in_processes, require_spmd_types
+
+    require_spmd_types()
+    plan = _resolve_run(options, training)
+    check = check_in_processes(plan)
+    from megatron.extras.planner.types.report import build_types_report, format_types_report
+
+    report = build_types_report(plan, check)
+    _print_report(options, report, format_types_report(report))
+    return exit_codes.SUCCESS if check.passed else exit_codes.FOUND
+
+
 def _verify(options: VerifyArguments, training: list[str]) -> int:
     if options.time_limit is not None and not 0 < options.time_limit < math.inf:
         raise ConfigError(f"--time-limit {options.time_limit:g} must be above 0 seconds.")
@@ -178,13 +229,7 @@ def _verify(options: VerifyArguments, training: list[str]) -> int:
             f"--processes {options.processes} must be at least 8, which two stages with tensor and "
             "data parallelism need. A smaller run has a smaller copy."
         )
-    if options.report is not None and not options.report.parent.is_dir():
-        # Otherwise the minutes of the verification would be lost.
-        raise ConfigError(f"--report {options.report}: its folder does not exist.")
-    plan, notes = resolve_command(options, training)
-    # Standard output has the report only.
-    for note in notes:
-        print_to_stderr(f"note: {note}")
+    plan = _resolve_run(options, training)
     # These import torch, which takes seconds. An error above does not need it.
     from megatron.extras.planner.verify.reduction import MOST_PROCESSES
     from megatron.extras.planner.verify.report import build_report, format_report
@@ -194,12 +239,7 @@ def _verify(options: VerifyArguments, training: list[str]) -> int:
     most = options.processes or MOST_PROCESSES
     found = verify(plan, train, print_to_stderr, options.time_limit, most)
     report = build_report(plan, found)
-    if options.report is not None:
-        options.report.write_text(json.dumps(report, indent=1) + "\n")
-    if options.json:
-        print_line(json.dumps(report, indent=1))
-    else:
-        print_line("\n".join(format_report(report)))
+    _print_report(options, report, format_report(report))
     if report["verified"]:
         return exit_codes.SUCCESS
     # A difference is a verdict, whatever the time.

@@ -31,6 +31,7 @@ from megatron.model.tally import Tally
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.mesh import TensorParallel
 from megatron.parallel.padding import pad_columns, pad_matrix, pad_width, trim_matrix
+from megatron.parallel.spmd import declare
 
 _CHUNK_BYTES_CPU = 64 << 20
 """Largest size of a chunk's fp32 logits, in bytes.
@@ -185,6 +186,7 @@ def score_labels(
     )
 
 
+@declare("tp", hidden="R", weight="V", out="I", forward="all_gather+")
 class _LinearCrossEntropy(torch.autograd.Function):
     """Sum of the losses times the mask.
 

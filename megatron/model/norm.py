@@ -23,6 +23,7 @@ from megatron.parallel.layers import (
     split_evenly,
 )
 from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.spmd import declare
 
 MakeParameter = Callable[[tuple[int, ...], TensorParallel, Init], nn.Parameter]
 """A function that makes a parameter from its shape, the tensor-parallel ranks and its kind."""
@@ -96,6 +97,7 @@ def _compute_rstd(x: Tensor, eps: float) -> Tensor:
     return mean_square.add_(eps).rsqrt_()
 
 
+@declare()
 class _RMSNormFunction(torch.autograd.Function):
     """RMSNorm in few passes over memory.
 

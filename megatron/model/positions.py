@@ -20,6 +20,7 @@ from megatron.model.packed_attention import PackedDocuments, pack_documents
 from megatron.model.shape import ModelShape
 from megatron.parallel.context import take_own
 from megatron.parallel.mesh import ContextParallel, TensorParallel
+from megatron.parallel.spmd import declare
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,7 @@ def _find_yarn_pairs(count: int, config: ModelConfig) -> tuple[float, float]:
     return first, last
 
 
+@declare()
 class _Rotate(torch.autograd.Function):
     """Rotate channel pairs (i, i + dim/2) by the position's angle.
 

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.parallel.mesh import CommTimer, ParallelGroup, TensorParallel
+from megatron.parallel.spmd import declare
 from megatron.parallel.time_limit import wait_for
 from megatron.parallel.torch_private import (
     all_gather_in_graph,
@@ -138,6 +139,7 @@ def begin_reduce_scatter(x: Tensor, tp: ParallelGroup) -> PendingTensor:
 # The second result of each `backward` is the gradient of `tp`, which has none.
 
 
+@declare("tp", x="I", out="R", backward="all_reduce")
 class _Copy(torch.autograd.Function):
     """f: forward identity, backward all-reduce."""
 
@@ -152,6 +154,7 @@ class _Copy(torch.autograd.Function):
         return _sum(grads[0], ctx.tp), None
 
 
+@declare("tp", x="V", out="I", forward="all_reduce")
 class _Reduce(torch.autograd.Function):
     """g: forward all-reduce, backward identity."""
 
@@ -164,6 +167,7 @@ class _Reduce(torch.autograd.Function):
         return grads[0], None
 
 
+@declare("tp", x="V", out="R", forward="all_gather", backward="reduce_scatter")
 class _GatherSequence(torch.autograd.Function):
     """g with a sharded sequence: forward all-gather, backward reduce-scatter."""
 
@@ -177,6 +181,7 @@ class _GatherSequence(torch.autograd.Function):
         return _reduce_scatter(grads[0], ctx.tp), None
 
 
+@declare("tp", x="V", out="V", forward="reduce_scatter", backward="all_gather")
 class _ReduceScatterSequence(torch.autograd.Function):
     """g-bar: forward reduce-scatter, backward all-gather."""
 

@@ -31,6 +31,7 @@ from megatron.parallel.collectives import (
     begin_reduce_scatter,
 )
 from megatron.parallel.mesh import ContextParallel
+from megatron.parallel.spmd import declare
 
 
 def list_parts(rank: int, size: int, length: int) -> tuple[range, range]:
@@ -135,6 +136,7 @@ class _Message:
         return arrived
 
 
+@declare("message.context", x="V", out="V", forward="all_gather")
 class _BeginGather(torch.autograd.Function):
     """Start to gather [n, ...], and return the input. `_EndGather` returns what arrives.
 
@@ -152,6 +154,7 @@ class _BeginGather(torch.autograd.Function):
         return ctx.message.wait(), None
 
 
+@declare("message.context", x="V", out="R", backward="reduce_scatter")
 class _EndGather(torch.autograd.Function):
     """Wait for what `_BeginGather` gathers: [n, ...] -> [n c, ...].
 
@@ -229,6 +232,7 @@ def _cut_own(x: Tensor, window: int, context: ContextParallel) -> Iterator[tuple
             yield reader, x[start : start + len(piece)]
 
 
+@declare("context", x="V", out="V", forward="all_to_all", backward="all_to_all")
 class _ReadNeighbours(torch.autograd.Function):
     """Receive the keys that this rank reads: [s/c, ...] -> [keys, ...], in the order of positions.
 
@@ -282,6 +286,7 @@ def _send(x: Tensor, received: list[int], sent: list[int], context: ContextParal
     return out
 
 
+@declare("context", x="V", out="V", forward="all_to_all", backward="all_to_all")
 class _Exchange(torch.autograd.Function):
     """Send part r of the first dimension to rank r: [c, ...] -> [c, ...].
 

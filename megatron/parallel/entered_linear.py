@@ -39,6 +39,7 @@ from megatron.parallel.padding import (
     trim_matrix,
 )
 from megatron.parallel.products import GradientProducts, Products, find_products
+from megatron.parallel.spmd import OUTSIDE, declare
 from megatron.parallel.weight_gradient import add_to_gradient, find_weight
 
 ALONE = TensorParallel()
@@ -173,6 +174,14 @@ def _differentiate(
     return None if grad_x is None else grad_x.wait(), grad_weights, grad_biases
 
 
+@declare(
+    "tp",
+    x=OUTSIDE,
+    parameters="V",
+    out="V",
+    forward="/all_gather",
+    backward="all_reduce/all_gather reduce_scatter",
+)
 class _EnteredLinears(torch.autograd.Function):
     """Several linear layers of one input. See `apply_entered_linears`."""
 

@@ -21,8 +21,10 @@ from torch import Tensor
 
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.mesh import ExpertParallel, ParallelGroup
+from megatron.parallel.spmd import declare
 
 
+@declare()
 class _Spread(torch.autograd.Function):
     """Copy each token to its k places. The backward pass adds the k gradients of a token."""
 
@@ -38,6 +40,7 @@ class _Spread(torch.autograd.Function):
         return grads[0][places].unflatten(0, (-1, ctx.k)).sum(dim=1), None, None, None
 
 
+@declare()
 class _Reorder(torch.autograd.Function):
     """Bring rows into another order, x[order]. `inverse` is the inverse permutation."""
 
@@ -52,6 +55,7 @@ class _Reorder(torch.autograd.Function):
         return grads[0][inverse], None, None
 
 
+@declare("ranks", x="V", out="V", forward="all_to_all", backward="all_to_all")
 class _ExchangeRows(torch.autograd.Function):
     """Send `sent[i]` rows to rank i, and receive `received[i]` rows from it."""
 
@@ -78,6 +82,7 @@ def _exchange(
     return out
 
 
+@declare("ranks", x="I", out="V", backward="all_gather")
 class _TakePart(torch.autograd.Function):
     """Take this rank's rows of [n, h], which all ranks have. The backward pass gathers."""
 
@@ -92,6 +97,7 @@ class _TakePart(torch.autograd.Function):
         return _join(grads[0], ctx.n, ctx.ranks), None
 
 
+@declare("ranks", x="V", out="I", forward="all_gather")
 class _JoinParts(torch.autograd.Function):
     """Gather the rows of all ranks, [n, h]. The backward pass takes this rank's rows."""
 

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.parallel.spmd import declare
+
 _ALIGNMENT = 8
 """The kernel's operands need rows of a multiple of 16 bytes, which are 8 numbers in bf16."""
 _CAPABILITIES = (9, 10)
@@ -93,6 +95,7 @@ def _(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty((len(ends), gradient.shape[1], x.shape[1]))
 
 
+@declare()
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

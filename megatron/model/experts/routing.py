@@ -29,6 +29,7 @@ from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layers import Init, make_replicated_inside_region
 from megatron.parallel.mesh import ContextParallel, ExpertParallel, TensorParallel
 from megatron.parallel.shard import TensorShard
+from megatron.parallel.spmd import declare
 
 _EPS = 1e-20
 """Added to a sum of scores before a division by it, as in Megatron-LM."""
@@ -64,6 +65,7 @@ class ExpertChoice:
     """The auxiliary losses x their coefficients, a scalar, or None without any."""
 
 
+@declare()
 class _AddLoss(torch.autograd.Function):
     """Return x, and send `factor` to the gradient of a loss that nothing else reads."""
 

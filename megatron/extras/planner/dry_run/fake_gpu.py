@@ -39,7 +39,7 @@ from megatron.extras.planner.dry_run.stand_ins import (
 from megatron.parallel import entered_linear
 
 _ATEN = torch.ops.aten
-_COLLECTIVES = {
+COLLECTIVES = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",
     "all_reduce": "all_reduce",
@@ -81,7 +81,7 @@ _OWN_OPERATORS: dict[Any, Callable[..., Any]] = {
 _FACTORS = {"mm": 0, "_scaled_mm": 0, "addmm": 1}
 """Operator that multiplies two matrices -> the number of its argument that is the first one."""
 _PACKAGE = f"{PACKAGE}/"
-_OWN = str(Path(__file__).parent) + "/"
+_OWN = str(Path(__file__).parents[1]) + "/"
 _FILL = {torch.bool: 1, torch.float32: 2, torch.float64: 2, torch.float16: 2, torch.bfloat16: 2}
 """Type -> the value that the host reads from the GPU. It is 0 for all others."""
 
@@ -266,7 +266,7 @@ class FakeGpu(TorchDispatchMode):
     # -- the host and the GPU ---------------------------------------------------------------------
 
     def _wait(self, cause: str) -> None:
-        self._synchronisations[Synchronisation(cause, _find_line())] += 1
+        self._synchronisations[Synchronisation(cause, find_line())] += 1
         self._waits += 1
 
     def _read_number(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -348,7 +348,7 @@ class FakeGpu(TorchDispatchMode):
         blocking = not (asynchronous and pinned)
         size = source.numel() * source.element_size()
         direction = "to the GPU" if target.type == "cuda" else "to the host"
-        self._copies[HostCopy(direction, size, blocking, _find_line())] += 1
+        self._copies[HostCopy(direction, size, blocking, find_line())] += 1
         if blocking:
             self._wait(f"blocking copy {direction}")
 
@@ -365,7 +365,7 @@ class FakeGpu(TorchDispatchMode):
         return allocated_as_pinned or self._runtime.is_pinned(tensor.data_ptr())
 
     def _note_registered(self, size: int) -> None:
-        self._registered[_find_line()] += size
+        self._registered[find_line()] += size
 
     def _is_pinned(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return self._has_pinned(args[0])
@@ -378,7 +378,7 @@ class FakeGpu(TorchDispatchMode):
     def _record_collective(self, func: Any, args: tuple[Any, ...]) -> None:
         """Record a message, if it is one. Other operators of the namespace only wait."""
         name = func._schema.name.split("::")[1]
-        kind = _COLLECTIVES.get(name)
+        kind = COLLECTIVES.get(name)
         if kind is None:
             return
         tensors = list(_list_tensors(args))
@@ -475,8 +475,8 @@ def _list_tensors(value: Any) -> Iterable[Tensor]:
             yield from _list_tensors(each)
 
 
-def _find_line() -> str:
-    """Return the innermost line of this project that is running, without the dry run itself."""
+def find_line() -> str:
+    """Return the innermost line of this project that is running, without the planner itself."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename

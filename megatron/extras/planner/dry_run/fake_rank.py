@@ -89,7 +89,7 @@ def run_rank(
     if microbatches is None:
         microbatches = plan.get_num_microbatches(plan.batch_size.final)
     gpu.forget_memory()
-    _assume_loads(imbalance)
+    assume_loads(imbalance)
     built: FakeRank | None = None
     with gpu:
         try:
@@ -115,7 +115,7 @@ def run_rank(
     return RankReport(rank, coordinate, microbatches, record, imbalance)
 
 
-def _assume_loads(imbalance: float) -> None:
+def assume_loads(imbalance: float) -> None:
     """Let this rank receive the rows of balanced experts x `imbalance`. No fake router chooses."""
     read = dispatch.read_sizes
 
@@ -159,7 +159,7 @@ def build_rank(plan: Plan, rank: int) -> FakeRank:
         # The fake group has the host's messages too. A second one would have all ranks again.
         control=dist.new_group(backend="fake") if plan.world_size > 1 else None,
     )
-    gpu.name_groups(_name_groups(mesh))
+    gpu.name_groups(name_groups(mesh))
     # The engine needs the function before the rank exists that the function labels.
     built: list[FakeRank] = []
     engine = _choose_engine(plan)(
@@ -188,7 +188,7 @@ def _choose_engine(plan: Plan) -> type[NativeEngine]:
     return cast(type[NativeEngine], FLOAT8.load("cuda"))
 
 
-def _name_groups(mesh: Mesh) -> dict[str, str]:
+def name_groups(mesh: Mesh) -> dict[str, str]:
     """Return torch's names of the groups -> their names in the report."""
     groups: dict[str, dist.ProcessGroup | None] = {
         "control": mesh.control,

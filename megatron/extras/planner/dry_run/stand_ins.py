@@ -19,6 +19,8 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.nn.attention import bias as attention_bias
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
 
+from megatron.parallel.spmd import declare
+
 _ATEN = torch.ops.aten
 _KERNELS = torch.library.Library("aten", "IMPL")
 """Operators that `install_stand_ins` adds to the CUDA device."""
@@ -459,6 +461,7 @@ _OWN_OPERATORS.impl("rms_norm", _normalise_shapes, "Meta")
 _OWN_OPERATORS.impl("rms_norm_backward", _normalise_backward_shapes, "Meta")
 
 
+@declare()
 class _FusedRMSNorm(torch.autograd.Function):
     """The fused kernels of a CUDA build, one operator each."""
 

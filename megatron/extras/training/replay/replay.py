@@ -175,9 +175,9 @@ class MicrobatchReplay(Replay):
             self._bounds = None
             return False
         self._log(
-            f"replay: a kernel does not repeat its bits, first in: {label}. Of {count:,} tensors of "
-            f"all ranks, {repeating:,} repeat. In the others, a change of one element is found if it "
-            f"is larger than {max(numbers[2] for numbers in everyone):.1e}"
+            f"replay: a kernel does not repeat its bits, first in: {label}. Of {count:,} tensors "
+            f"of all ranks, {repeating:,} repeat. In the others, a change of one element is found "
+            f"if it is larger than {max(numbers[2] for numbers in everyone):.1e}"
         )
         return True
 
