@@ -74,7 +74,7 @@ class Pass:
         self.measures = list(torch.stack(self.measures).cpu()) if self.measures else []
 
 
-class Recorder:
+class PassRecorder:
     """Records passes of a rank's stages."""
 
     def __init__(self, *, with_measures: bool) -> None:
@@ -178,7 +178,7 @@ class _CollectiveMode(TorchDispatchMode):
     torch compiles nothing within such a mode, so compiled blocks run uncompiled.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: PassRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 

@@ -27,7 +27,7 @@ from megatron.extras.training.replay.first_difference import (
     describe_difference,
     find_first_ranks,
 )
-from megatron.extras.training.replay.recorder import Pass, Recorder
+from megatron.extras.training.replay.recorder import Pass, PassRecorder
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import gather_json
 from megatron.run.parts import Printer, Replay
@@ -81,7 +81,7 @@ class MicrobatchReplay(Replay):
         """Compare two passes. See `Replay.check`."""
 
         def compute() -> Pass:
-            recorder = Recorder(with_measures=self._bounds is not None)
+            recorder = PassRecorder(with_measures=self._bounds is not None)
             kernels = _prefer_repeatable_kernels(self._engine, self._mesh.device)
             # torch cannot compile within the recorder's mode, and would raise an error.
             eager = torch.compiler.set_stance("force_eager")
