@@ -145,11 +145,14 @@ def main() -> None:
 
         bucket = f"http://127.0.0.1:{port}/{BUCKET}"
         urllib.request.urlopen(urllib.request.Request(bucket, method="PUT"))
-        flags: dict[str, Any] = {"async_save": True, "max_save_failures": 1}
-        keep = {"keep_latest_checkpoints": 1}
+        flags: dict[str, Any] = {
+            "async_save": True,
+            "max_save_failures": 1,
+            "keep_latest_checkpoints": 1,
+        }
         address = f"s3://{BUCKET}/run"
-        stored = CheckpointConfig(save=address, local_dir=str(folder / "local"), **flags, **keep)
-        on_disk = CheckpointConfig(save=str(folder / "disk"), **flags, **keep)
+        stored = CheckpointConfig(save=address, local_dir=str(folder / "local"), **flags)
+        on_disk = CheckpointConfig(save=str(folder / "disk"), **flags)
         rows = {
             "disk": measure(folder / "disk", Store(), on_disk, arguments),
             "object store": measure(

@@ -80,6 +80,7 @@ def check_generation(address: str, folder: Path, capsys: pytest.CaptureFixture[s
     run.mkdir()
     (run / "global_step6").symlink_to(folder)
     (run / "latest").write_text("global_step6")
+    capsys.readouterr()
     texts = []
     for load in (address, str(run)):
         assert generate.main(["--load", load, *flags]) == 0
