@@ -43,14 +43,14 @@ def test_inspection_and_rollback(
     check_generation(address, folder, capsys)
 
     key = stored.key(4, "rank_00000.safetensors")
-    content = bytearray(stored.objects.read(key))
-    content[-1] ^= 1
-    stored.objects.write(key, bytes(content))
+    damaged = bytearray(stored.objects.read(key))
+    damaged[-1] ^= 1
+    stored.objects.write(key, bytes(damaged))
     assert inspect_checkpoint.main([address, "--iteration", "4", "--verify"]) == 1
     assert inspect_checkpoint.main([address + "-wrong"]) == 2
     assert "has no checkpoint; give the --save address" in capsys.readouterr().err
-    content[-1] ^= 1
-    stored.objects.write(key, bytes(content))
+    damaged[-1] ^= 1
+    stored.objects.write(key, bytes(damaged))
 
     before = stored.root
     command = [address, "--to", "2", "--reason", "a test"]

@@ -4,7 +4,7 @@ import contextlib
 import shlex
 from typing import Any
 
-from verify.mutation import MODEL
+from verify.mutation import ITERATIONS, MODEL
 from verify.type_mutations import TYPE_MUTATIONS
 
 
@@ -22,6 +22,15 @@ def check_here(flags: str, world_size: int, mutation: str = "") -> list[str]:
         check = check_types(plan, lambda tasks: [run_typed_rank(*task) for task in tasks])
     assert check.ranks
     return check.problems
+
+
+def check_planted(name: str) -> list[str]:
+    """Return the problems of a run with an error of the museum, which stays in this process."""
+    from verify.mutations import MUTATIONS
+
+    mutation = next(each for each in MUTATIONS if each.name == name)
+    mutation.apply()
+    return check_here(f"{MODEL} {ITERATIONS} {mutation.flags}", mutation.world_size)
 
 
 def check_small(flags: str, world_size: int) -> list[str] | None:

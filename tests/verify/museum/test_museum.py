@@ -24,10 +24,13 @@ from verify.museum.page import BEGIN, END, WAITING, format_tables
 from verify.mutation import INVARIANTS, ITERATIONS, MODEL, REPLAY
 from verify.mutations import MUTATIONS
 from verify.test_recorded_step import record
+from verify.typed_runs import check_planted
 
 from megatron.commands import verify
 from megatron.commands.verify import VerifyArguments, resolve_command
 from megatron.extras.interop.commands import convert_checkpoint
+from megatron.extras.planner.dry_run.cuda_guard import find_compiler
+from megatron.extras.planner.dry_run.process import call_in_pool, open_pool
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "known_errors.md"
 PLANTED = {mutation.name: mutation for mutation in MUTATIONS}
@@ -108,10 +111,15 @@ def test_a_recorded_step_shows_the_error(
 
 
 @pytest.mark.parametrize("error", choose(Method.TYPES), ids=lambda error: error.mutation)
+@pytest.mark.full
 def test_types_name_the_error(error: KnownError) -> None:
-    if not hasattr(VerifyArguments(), "types"):
-        pytest.skip("tools/verify.py has no --types yet")
-    pytest.fail(f"run {PLANTED[error.mutation].flags} with --types, and look for {error.expected}")
+    pytest.importorskip("spmd_types")
+    if find_compiler() is None:
+        pytest.skip("the fake GPU needs a C++ compiler, and there is none")
+    with open_pool(1) as pool:
+        problems = call_in_pool(pool, check_planted, error.mutation)
+    assert problems
+    assert any(error.expected in problem for problem in problems), problems[:5]
 
 
 def test_the_page_has_the_errors_of_the_table() -> None:
