@@ -63,8 +63,7 @@ def test_kills_at_many_points_of_uploads(
             skip=20 + round(number * 60 / points),
         )
         launch = job.launch(constants=SMALL_PARTS)
-        met = fault.met
-        launch.wait_for(lambda _met=met: _met.is_set(), "the request that is held")
+        wait_for_fault(launch, fault)
         assert launch.kill() == [0]
         proxy.faults.clear()
         fault.over.set()

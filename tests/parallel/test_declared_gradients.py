@@ -11,6 +11,7 @@ So is the result. The gradient that a result I or V gets is the formula's. For a
 of what the ranks get is.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,14 +35,14 @@ Value = Tensor | list[Tensor]
 class Case:
     """A Function, a formula of the same results, and inputs that need gradients."""
 
-    inputs: list[Value]
-    run: Callable[..., Tensor | tuple[Tensor, ...]]
+    inputs: list[Any]
+    run: Callable[..., Any]
     """Takes this rank's inputs. Calls the Function."""
-    formula: Callable[..., Value]
+    formula: Callable[..., Any]
     """Takes the inputs of all ranks."""
     types: str
     """The types of the inputs, and after a space that of the result."""
-    extra: Callable[..., Tensor] | None = None
+    extra: Callable[..., Any] | None = None
     """A term of the loss that the Function adds to its backward pass only."""
 
 
@@ -86,7 +87,7 @@ def build_collectives(rank: int, size: int) -> dict[str, Case]:
         "_ReduceScatterSequence": Case(
             [draw_each(2 * n, 3)],
             lambda x: collectives._ReduceScatterSequence.apply(x, tp),
-            lambda x: list(sum(x).chunk(n)),
+            lambda x: list(torch.stack(x).sum(0).chunk(n)),
             "V V",
         ),
         "_JoinParts": Case(
@@ -254,7 +255,7 @@ def build_local(size: int) -> dict[str, Case]:
         lambda x, auxiliary: routing._AddLoss.apply(x, auxiliary, 0.3),
         lambda x, auxiliary: x,
         "VV V",
-        extra=lambda x, auxiliary: 0.3 * sum(auxiliary).sum(),
+        extra=lambda x, auxiliary: 0.3 * torch.stack(auxiliary).sum(),
     )
     ends = torch.tensor([2, 2, 5], dtype=torch.int32)
     cases["_GroupedLinear"] = Case(
@@ -295,7 +296,7 @@ def build_local(size: int) -> dict[str, Case]:
 def compare(name: str, case: Case, rank: int, size: int) -> None:
     """Compare a Function's result and gradients with those of the formula."""
     generator = torch.Generator().manual_seed(7)
-    *types, out_type = case.types.replace(" ", "")
+    *types, out_type = list(case.types.replace(" ", ""))
     leaves = [_require_gradient(value) for value in case.inputs]
     own = [
         _require_gradient(value[rank] if isinstance(value, list) else value)
@@ -336,7 +337,7 @@ def compare(name: str, case: Case, rank: int, size: int) -> None:
             right,
             rtol=1e-4,
             atol=1e-5,
-            msg=lambda m, number=number: f"{name}, gradient of input {number}: {m}",
+            msg=functools.partial("{}, gradient of input {}: {}".format, name, number),
         )
 
 

@@ -253,9 +253,9 @@ def find_process_group(args: tuple[Any, ...]) -> dist.ProcessGroup:
 
 def find_operation(args: tuple[Any, ...]) -> str:
     """Return the operation of a reduction, such as SUM, or nothing."""
-    each: Any
     for each in args:
         if isinstance(each, torch.ScriptObject) and "ReduceOp" in str(each._type()):
             # torch has the number of the operation here, and not the object.
-            return str(dist.ReduceOp.RedOpType(each.op())).rpartition(".")[2]
+            number = each.op()  # type: ignore[attr-defined]
+            return str(dist.ReduceOp.RedOpType(number)).rpartition(".")[2]
     return ""
