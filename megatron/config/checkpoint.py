@@ -75,8 +75,9 @@ class CheckpointConfig:
     require_load: bool = False
     """Refuse to start without a checkpoint."""
     allow_fresh_start: bool = False
-    """Start from scratch in two cases that are otherwise refused: --load has traces of a run but no
-    usable pointer, or --load has no checkpoint and is not the folder of --save."""
+    """Start from scratch in three cases that are otherwise refused: --load has traces of a run but
+    no usable pointer, or --load has no checkpoint and is not the folder of --save, or the object
+    latest.json of an address is lost."""
 
     @property
     def resumes_itself(self) -> bool:

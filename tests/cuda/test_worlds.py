@@ -25,7 +25,7 @@ PADDED_VOCAB = 5120
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckpointSource:
     """A rank of a layout with 2 tensor-parallel and 2 data-parallel ranks."""
 
     tensor: int
@@ -43,7 +43,7 @@ def count_rows(rows: int, rank: int) -> int:
     return max(0, min(chunk, rows - rank * chunk))
 
 
-def count_elements(place: Place, *, stored: bool) -> int:
+def count_elements(place: CheckpointSource, *, stored: bool) -> int:
     """Return the elements that a rank stores, or those that it holds, without padding.
 
     One tensor-parallel rank stores what both hold, and the first stage stores the word embedding.
@@ -78,11 +78,11 @@ LAYOUTS = {
 }
 
 
-def locate(world_size: int) -> list[Place]:
+def locate(world_size: int) -> list[CheckpointSource]:
     """Return the places of the ranks. Tensor-parallel ranks are neighbours, stages far apart."""
     stages = world_size // 4
     return [
-        Place(rank % 2, rank // 2 % 2, 2 // stages, stage == 0, stage == stages - 1)
+        CheckpointSource(rank % 2, rank // 2 % 2, 2 // stages, stage == 0, stage == stages - 1)
         for rank in range(world_size)
         for stage in [rank // 4]
     ]
@@ -106,7 +106,7 @@ def runs(
     corpus: str,
     tmp_path_factory: pytest.TempPathFactory,
     train_on_fake_gpus: TrainWorlds,
-) -> tuple[list[Place], list[RankRun], list[RankRun], Path]:
+) -> tuple[list[CheckpointSource], list[RankRun], list[RankRun], Path]:
     """Return the ranks' places, what they did in two runs, and the folder of the checkpoints.
 
     The first run saves after one step. The second one loads that, and saves asynchronously.

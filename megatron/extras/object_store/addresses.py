@@ -29,11 +29,11 @@ from megatron.extras.object_store.store_lease import StoreLease
 from megatron.parallel.shard import TensorShard
 
 
-class Place:
-    """A folder that a command reads. It is the given one, or the mirror of an address."""
+class CheckpointSource:
+    """A folder that a command reads: the given one, or the mirror of an address."""
 
     def __init__(self, folder: Path, address: str | None = None, root: Path | None = None) -> None:
-        """Create the place.
+        """Create the source.
 
         Args:
             folder: Folder of a run or of a checkpoint.
@@ -121,8 +121,10 @@ class FetchedCheckpoint(Checkpoint):
 
 
 @contextlib.contextmanager
-def open_place(path: str | os.PathLike[str]) -> Iterator[Place]:
-    """Return the place that a path names. Of an address, it is a mirror that is removed later.
+def open_source(path: str | os.PathLike[str]) -> Iterator[CheckpointSource]:
+    """Open a folder, or download the small files of an address to a temporary folder.
+
+    The temporary folder is removed at the end.
 
     Args:
         path: A folder, or an address of a run or of one of its checkpoints.
@@ -133,7 +135,7 @@ def open_place(path: str | os.PathLike[str]) -> Iterator[Place]:
     """
     address = find_address(path)
     if address is None:
-        yield Place(Path(path))
+        yield CheckpointSource(Path(path))
         return
     run, _, last = address.rpartition("/")
     is_checkpoint = parse_iteration(last) is not None
@@ -150,7 +152,7 @@ def open_place(path: str | os.PathLike[str]) -> Iterator[Place]:
                     f"{run} has no checkpoint; give the --save address of a run that has saved"
                 )
             Mirror(objects, root).pull(record, print_to_stderr)
-        yield Place(root / last if is_checkpoint else root, address, root)
+        yield CheckpointSource(root / last if is_checkpoint else root, address, root)
 
 
 @contextlib.contextmanager
@@ -162,7 +164,7 @@ def open_for_change(
     With `dry_run`, no lease is taken and nothing is published.
 
     Raises:
-        ConfigError, CheckpointError: See `open_place`, or a run writes there.
+        ConfigError, CheckpointError: See `open_source`, or a run writes there.
     """
     with tempfile.TemporaryDirectory(prefix="megatron-mirror-") as temporary:
         objects = ObjectFolder(address)

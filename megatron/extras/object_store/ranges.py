@@ -76,7 +76,7 @@ def find_blocks(index: TensorIndex, needed: Iterable[Needed]) -> Blocks:
         # The loader reports a tensor that is missing or has another shape.
         if name not in index.tensors:
             continue
-        # A tensor without memory has all that the walk through its runs needs.
+        # A tensor on the meta device has shape and strides, which is all that `read_into` needs.
         target = torch.empty(part[1], device="meta")
         collector.read_into(target, part, index.tensors[name], name)
     return collector.blocks
@@ -93,7 +93,7 @@ def list_slices(index: TensorIndex, shards: Iterable[TensorShard]) -> Iterator[N
         if shape == shard.global_shape:
             yield name, (shard.offset, tuple(shard.tensor.shape))
         elif shape[1:] == shard.global_shape[1:]:
-            # Rows that the checkpoint does not have are the mean of all of its rows.
+            # Missing rows are filled with the mean of all rows, so all rows are needed.
             yield name, ((0,) * len(shape), shape)
 
 
@@ -152,28 +152,12 @@ def fetch_blocks(
             pass
     except OSError as error:
         raise CheckpointError(
-            f"{folder} cannot be written: {error}; give --save-staging a folder with room"
+            f"{folder} cannot be written: {error}; free space there, or choose another folder "
+            "(--save-staging in a run, TMPDIR for a tool)"
         ) from error
     finally:
         for descriptor in opened.values():
             os.close(descriptor)
-
-
-def download_object(objects: ObjectFolder, name: str, path: Path) -> None:
-    """Download a complete object to a file, without checking it.
-
-    Raises:
-        OSError: It cannot be read or written.
-    """
-    size = objects.list(name)[name]
-    with open(path, "wb") as file:
-
-        def copy(begin: int) -> None:
-            body = objects.read(name, begin, min(begin + PART, size))
-            os.pwrite(file.fileno(), body, begin)
-
-        for _ in objects.run_parallel(copy, range(0, size, PART)):
-            pass
 
 
 def verify_object(objects: ObjectFolder, name: str, size: int, xxh128: str) -> None:

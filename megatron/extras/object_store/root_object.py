@@ -1,6 +1,6 @@
 """The object `latest.json` of a run, which alone decides what is visible.
 
-It says what the small files in a folder say for checkpoints on a disk: the newest checkpoint, the
+It holds what the small files of a run's folder hold on a disk: the newest checkpoint, the
 lineage, and which objects belong to each checkpoint. Each write is conditional on the tag of the
 content that the writer knows, and has the generation of the writer's lease. A run that takes the
 lease over writes its generation first. From then on no write of an earlier run succeeds.
@@ -61,7 +61,7 @@ class RootObject:
         """Read the object, and return its content. It is empty if the object does not exist.
 
         Raises:
-            CheckpointError: Its content is not one of this program.
+            CheckpointError: This program did not write its content.
             OSError: It cannot be read.
         """
         found = self.objects.read_tagged(KEY)
@@ -91,7 +91,7 @@ class RootObject:
             return before
 
     def write(self, record: RootRecord) -> None:
-        """Replace the object, if nobody has written it since this process did.
+        """Replace the object, unless somebody wrote it since this process read or wrote it.
 
         Raises:
             StaleTagError: Somebody has.

@@ -48,13 +48,13 @@ class LoadedStore(Store):
         self._config = config
         self._ranks = ranks
         staging = Path(config.save_staging or Path(config.local_dir) / STAGING)
-        # Each rank has its own, because several ranks of a host need not start at the same time.
+        # Each rank has its own and empties it, so ranks must not share one.
         self._staging = staging / f"rank_{ranks.rank:05d}"
         self._roots: dict[Path, RootObject] = {}
         """Local folder -> the object that it mirrors."""
         for address in (config.save, config.load, config.pretrained_checkpoint):
             if address is not None and is_url(address):
-                # As the folder of --load, which `choose_own_run` makes of the last one.
+                # `choose_own_run` turns the last one into --load, so it has the folder of --load.
                 folder = Path(str(replace(config, load=address).load_folder))
                 self._roots[folder] = RootObject(ObjectFolder(address))
         self._keys = ""
@@ -161,7 +161,7 @@ class ObjectStore(LoadedStore):
         except BaseException:
             self._lease.release()
             raise
-        # The last lines come after the last save.
+        # The records get more lines after the last save.
         self._lease.at_release = self._mirror.push_records
         self._token = f"{generation}-{uuid.uuid4().hex[:8]}"
         return self._lease
@@ -218,7 +218,7 @@ class ObjectStore(LoadedStore):
         record = self._root.record
         folders = {name: keys for name, keys in record.folders.items() if name not in names}
         try:
-            # First, because no reader may find a checkpoint whose objects are going.
+            # Before the deletion, so that no reader finds a checkpoint without its objects.
             if len(folders) < len(record.folders):
                 self._root.publish(replace(record, folders=folders))
             self._remove_orphans()
@@ -252,6 +252,6 @@ def _refuse_lost_root(objects: ObjectFolder) -> None:
     if found:
         raise CheckpointError(
             f"{objects.name(KEY)} does not exist, and there are {found[-1]} and other objects of "
-            "checkpoints. Restore the object from a version, or give --allow-fresh-start, which "
-            "removes them"
+            "checkpoints. Restore the object from a version, or give --allow-fresh-start, with "
+            "which a run with this --save deletes them"
         )

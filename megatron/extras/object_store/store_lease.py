@@ -1,4 +1,4 @@
-"""The lease of an address, which ensures that a run on an object store has one writer.
+"""The lease of an address, which prevents most conflicts between two writers.
 
 The object `lease.json` names the writer. The writer renews it with a conditional write, so its tag
 changes. Another run takes it over if the writer's process is known to be gone, or if the tag has
@@ -56,7 +56,7 @@ class StoreLease(Lease):
             CheckpointError: Another run is the writer.
             OSError: The folder or the store cannot be written.
         """
-        # The two locks of a process: two runs on a host must not share a local folder.
+        # The lease of the local folder comes first, because two runs on a host must not share it.
         own = cls.acquire(root, log)
         assert isinstance(own, cls)
         try:
@@ -97,9 +97,10 @@ class StoreLease(Lease):
         super().release()
         if self._objects is None or self.busy or self.lost is not None:
             return
-        # If this fails, the next run waits until the lease is stale.
+        # What this upload lacks is in the local folder, and an error must not keep the lease.
         with contextlib.suppress(OSError, CheckpointError):
             self.at_release()
+        # If this fails, the next run waits until the lease is stale.
         with contextlib.suppress(OSError), self._lock:
             self._write(released=True)
         self._objects = None

@@ -38,7 +38,7 @@ from megatron.extras.interop.convert.export import SHARD_BYTES, ExportOptions, e
 from megatron.extras.interop.convert.foreign_import import ForeignImport, Trainer, import_checkpoint
 from megatron.extras.interop.convert.importing import import_model
 from megatron.extras.interop.inspection.verification import ensure_undisturbed
-from megatron.extras.object_store.addresses import open_place
+from megatron.extras.object_store.addresses import open_source
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def run_export(command: ToHF) -> None:
     """
     if command.max_shard_bytes < 1:
         raise ConfigError(f"--max-shard-bytes {command.max_shard_bytes} must be at least 1.")
-    with open_place(command.load) as place:
+    with open_source(command.load) as place:
         root, iteration = locate_checkpoint(place.folder, command.iteration)
         checkpoint = open_checkpoint(root, iteration)
         place.fetch_weights(checkpoint)

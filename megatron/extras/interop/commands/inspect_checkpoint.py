@@ -56,7 +56,7 @@ from megatron.extras.interop.inspection.verification import (
     format_shape,
     verify,
 )
-from megatron.extras.object_store.addresses import Place, open_place
+from megatron.extras.object_store.addresses import CheckpointSource, open_source
 from megatron.model.shape import ModelShape
 from megatron.run.state import TrainState
 from megatron.schedule.lr import LRSchedule
@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
                 "--parameters, --verify, --compare and --config select different reports; "
                 "give one of them"
             )
-        with open_place(given.path) as place, open_place(given.compare or ".") as second:
+        with open_source(given.path) as place, open_source(given.compare or ".") as second:
             try:
                 report = read_report(given, place, second)
             except DamagedError as damage:
@@ -137,7 +137,9 @@ def main(argv: list[str] | None = None) -> int:
     return report.code
 
 
-def read_report(given: InspectCheckpointArguments, place: Place, second: Place) -> InspectionReport:
+def read_report(
+    given: InspectCheckpointArguments, place: CheckpointSource, second: CheckpointSource
+) -> InspectionReport:
     """Find the checkpoints, and build the report on them.
 
     Args:

@@ -14,7 +14,7 @@ from megatron.console.tokenizer_flags import (
     resolve_tokenizer_type,
 )
 from megatron.extras.interop.inspection.verification import ensure_undisturbed
-from megatron.extras.object_store.addresses import open_place
+from megatron.extras.object_store.addresses import open_source
 from megatron.extras.training.generate.load import DTYPES, choose_checkpoint, join_ranks, load_part
 from megatron.extras.training.generate.staged_model import StagedModel
 from megatron.parallel.mesh import Mesh
@@ -73,7 +73,7 @@ def load(
         CheckpointError: There is no checkpoint to load.
         ConfigError: The tokenizer is not the one of the training, or cannot be read.
     """
-    with open_place(arguments.load) as place:
+    with open_source(arguments.load) as place:
         root, iteration = choose_checkpoint(place.folder, arguments.iteration, mesh)
         if place.is_mirror:
             # Each rank has a mirror of its own.
