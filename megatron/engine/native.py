@@ -194,6 +194,8 @@ class NativeEngine(EngineBase):
             # An evaluation leaves weights gathered. Each call must gather them again.
             if stage.sharded is not None:
                 stage.sharded.drop_gathered()
+        # A balancing loss over the step reads what earlier microbatches have counted.
+        self._experts.begin_step()
         self._prepare_step(iteration, len(microbatches))
         factor = self._get_scale() / len(microbatches)
         observe("loss", self._run_microbatches(microbatches[:1], iteration, factor))

@@ -8,8 +8,8 @@ measured with the wall clock. Phases may nest. `communication` is inside of `for
 """
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -132,6 +132,7 @@ class Timers:
             make_event = _make_cuda_event
         self._make_event = make_event
         self._timers: dict[str, _WallTimer | _EventTimer] = {}
+        self._is_paused = False
         self.blocks = BlockTimer(self._make_timer)
         """Measures the forward passes of blocks. `take` does not return its seconds."""
 
@@ -148,8 +149,19 @@ class Timers:
             self._timers[phase] = timer
         return timer
 
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Do not time collectives within this context."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
     def time_collective(self) -> AbstractContextManager[None]:
         """Return the context of a collective. Its time does not count in `blocks`."""
+        if self._is_paused:
+            return nullcontext()
         return self.blocks.leave_out(self(COMMUNICATION))
 
     def add(self, phase: str, seconds: float) -> None:

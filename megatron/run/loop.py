@@ -296,7 +296,7 @@ def train_iteration(run: Run) -> None:
     iteration = state.iteration + 1
     rate = state.compute_learning_rate(plan.lr_schedule)
     if is_due(plan.config.parallel.replay_interval, state.iteration, iteration):
-        with run.step_clock.pause():
+        with run.step_clock.pause(), run.timers.pause():
             run.replay.check(microbatches, iteration)
     with run.stragglers.measure(iteration):
         result = run.engine.train_batch(

@@ -40,8 +40,8 @@ _INPUTS = {
 _RECEIVE = "recv_"
 _SLICE = 1 << 22
 """Elements whose projections are computed at a time."""
-MEASURES = 3
-"""The measures of a tensor: its sum and two projections."""
+MEASURES = 4
+"""The measures of a tensor: its norm, its sum and two projections."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,14 @@ class Pass:
 class PassRecorder:
     """Records passes of a rank's stages."""
 
-    def __init__(self, *, with_measures: bool) -> None:
+    def __init__(self, device: torch.device, *, with_measures: bool) -> None:
         """Create a recorder.
 
         Args:
+            device: The device that computes. Messages may be in host memory.
             with_measures: Whether to compute measures too. They show how far two passes differ.
         """
+        self._device = device
         self._with_measures = with_measures
         self._place = "before the layers"
         self.result = Pass()
@@ -134,29 +136,31 @@ class PassRecorder:
         # A digest reads the elements in the order of memory.
         contiguous = [tensor.detach().contiguous() for tensor in tensors]
         self.result.entries.append(entry)
-        self.result.digests.append(_sum_up(compute_checksum, contiguous, 2, torch.int64))
+        self.result.digests.append(self._sum_up(compute_checksum, contiguous, 2, torch.int64))
         if self._with_measures:
             self.result.measures.append(
-                _sum_up(compute_measures, contiguous, MEASURES, torch.float64)
+                self._sum_up(compute_measures, contiguous, MEASURES, torch.float64)
             )
 
-
-def _sum_up(
-    compute: Callable[[Tensor], Tensor], tensors: Sequence[Tensor], size: int, dtype: torch.dtype
-) -> Tensor:
-    """Return a weighted sum of a function's values, [size]. It depends on the tensors' order."""
-    device = tensors[0].device if tensors else torch.device("cpu")
-    total = torch.zeros(size, dtype=dtype, device=device)
-    for number, tensor in enumerate(tensors):
-        # An odd factor loses no bit of an integer, and differs for each place.
-        total += (2 * number + 1) * compute(tensor)
-    return total
+    def _sum_up(
+        self,
+        compute: Callable[[Tensor], Tensor],
+        tensors: Sequence[Tensor],
+        size: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Return a weighted sum of a function's values, [size]. It depends on the order."""
+        total = torch.zeros(size, dtype=dtype, device=self._device)
+        for number, tensor in enumerate(tensors):
+            # An odd factor loses no bit of an integer, and differs for each place.
+            total += (2 * number + 1) * compute(tensor).to(self._device, non_blocking=True)
+        return total
 
 
 def compute_measures(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor and two projections on fixed vectors of 1 and -1, fp64[MEASURES].
+    """Return the norm, the sum, and projections on two fixed vectors of 1 and -1, fp64[MEASURES].
 
-    A change of one element changes each of them by its size.
+    A change of one element changes the sum and each projection by its size.
     """
     total = torch.zeros(MEASURES, dtype=torch.float64, device=tensor.device)
     # Bytes and integers have no rounding, but a pass needs a measure for each entry.
@@ -168,7 +172,9 @@ def compute_measures(tensor: Tensor) -> Tensor:
         # Knuth's multiplicative hash. Two bits of it are two vectors of signs.
         hashed = places * 2_654_435_761
         signs = [1 - 2 * ((hashed >> bit) & 1).double() for bit in (20, 27)]
-        total += torch.stack([numbers.sum(), *((numbers * sign).sum() for sign in signs)])
+        projections = [(numbers * sign).sum() for sign in signs]
+        total += torch.stack([numbers.square().sum(), numbers.sum(), *projections])
+    total[0].sqrt_()
     return total
 
 

@@ -10,7 +10,9 @@ the differences that such passes have had.
 
 import contextlib
 import platform
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
 from typing import Literal
 
 import torch
@@ -38,9 +40,6 @@ _CALIBRATIONS = 4
 """Passes that measure how far a kernel that does not repeat differs from itself."""
 _MARGIN = 8.0
 """Factor by which a later difference may exceed the largest one of these passes."""
-_ROUNDING = 2.0**-22
-"""The smallest difference that is assumed after such a kernel, relative to the largest measure. The
-few passes may have been equal by chance."""
 
 
 class MicrobatchReplay(Replay):
@@ -74,14 +73,14 @@ class MicrobatchReplay(Replay):
         self._mesh = mesh
         self._log = log
         self._bounds: Tensor | None = None
-        """fp64[entries, measures], what two passes may differ by. None: their bits are equal."""
+        """fp64[entries], what two passes may differ by. None: their bits are equal."""
         self._last_good: int | None = None
 
     def check(self, microbatches: Sequence[Microbatch], iteration: int) -> None:
         """Compare two passes. See `Replay.check`."""
 
         def compute() -> Pass:
-            recorder = PassRecorder(with_measures=self._bounds is not None)
+            recorder = PassRecorder(self._mesh.device, with_measures=self._bounds is not None)
             kernels = _prefer_repeatable_kernels(self._engine, self._mesh.device)
             # torch cannot compile within the recorder's mode, and would raise an error.
             eager = torch.compiler.set_stance("force_eager")
@@ -105,7 +104,8 @@ class MicrobatchReplay(Replay):
         everyone = gather_json(wrong, self._mesh.control)
         passes = {everyone[rank] for rank in ranks}
         repeats = passes != {None} or not self._is_on_all_ranks(first, found, ranks)
-        if self._bounds is None and not repeats and self._calibrate(compute, labels[0]):
+        if not repeats and self._calibrate(compute, labels[0]):
+            self._last_good = iteration
             return
         self._report(iteration, [(rank, found[rank], everyone[rank]) for rank in ranks])
 
@@ -123,9 +123,7 @@ class MicrobatchReplay(Replay):
             pairs = zip(one.entries, other.entries, strict=False)
             return [mine != theirs for mine, theirs in pairs] + [True] * count
         if self._bounds is not None and len(self._bounds) == count:
-            apart = (torch.stack(one.measures) - torch.stack(other.measures)).abs()
-            # A number that is not finite differs from all others.
-            return (~(apart <= self._bounds)).any(dim=1).tolist()
+            return (_measure_distances(one, other) > self._bounds).tolist()
         pairs_of_digests = zip(one.digests, other.digests, strict=True)
         return [not torch.equal(mine, theirs) for mine, theirs in pairs_of_digests]
 
@@ -158,26 +156,32 @@ class MicrobatchReplay(Replay):
         Returns:
             False if all passes are equal. Then all bits must be equal from now on too.
         """
+        earlier = self._bounds
         # From here on, recorders measure.
         self._bounds = torch.zeros(0)
         passes = [compute() for _ in range(_CALIBRATIONS)]
-        measured = torch.stack([torch.stack(each.measures) for each in passes])
-        apart = measured.amax(dim=0) - measured.amin(dim=0)  # [entries, measures]
-        repeats = int((apart == 0).all(dim=1).sum())
-        # What comes after the first entry that does not repeat depends on it.
-        after = (apart > 0).any(dim=1).cumsum(dim=0) > 0
-        least = _ROUNDING * measured.abs().amax(dim=(0, 2)) * after  # [entries]
-        self._bounds = _MARGIN * apart.maximum(least.unsqueeze(1))
-        largest = float(self._bounds.max())
-        everyone = gather_json([repeats, len(apart), largest], self._mesh.control)
+        apart = torch.stack(
+            [_measure_distances(one, other) for one, other in combinations(passes, 2)]
+        ).amax(dim=0)  # [entries]
+        # What comes after the first entry that does not repeat depends on it. Few passes may have
+        # been equal there by chance, so none gets less than the median.
+        after = (apart > 0).cumsum(dim=0) > 0
+        typical = float(apart[after].median()) if bool(after.any()) else 0.0
+        self._bounds = _MARGIN * apart.clamp(min=typical) * after
+        if earlier is not None and len(earlier) == len(apart):
+            self._bounds = self._bounds.maximum(earlier)
+        # JSON has no infinity, which a single overflow would give.
+        largest = min(float(self._bounds.max()), sys.float_info.max)
+        own = [int((apart == 0).sum()), len(apart), largest]
+        everyone = gather_json(own, self._mesh.control)
         repeating, count, _ = (sum(numbers) for numbers in zip(*everyone, strict=True))
         if repeating == count:
-            self._bounds = None
+            self._bounds = earlier
             return False
         self._log(
             f"replay: a kernel does not repeat its bits, first in: {label}. Of {count:,} tensors "
             f"of all ranks, {repeating:,} repeat. In the others, a change of one element is found "
-            f"if it is larger than {max(numbers[2] for numbers in everyone):.1e}"
+            f"if it is larger than {max(numbers[2] for numbers in everyone):.1e} x their norm"
         )
         return True
 
@@ -197,8 +201,8 @@ class MicrobatchReplay(Replay):
             f"the replay of iteration {iteration}: two passes with the same inputs gave different "
             f"values. {format_count(len(lines), 'rank differs', 'ranks differ')} first:\n  "
             + "\n  ".join(lines)
-            + f"\nThe device of this rank may be faulty.{since} Exclude its host, and roll back to "
-            "a checkpoint before the fault if the loss has suffered"
+            + f"\nA device there may be faulty.{since} Exclude its host, and roll back to a "
+            "checkpoint before the fault if the loss has suffered"
         )
         if self._excludes is None:
             self._log(f"warning: {message}")
@@ -208,6 +212,22 @@ class MicrobatchReplay(Replay):
             names = gather_json(platform.node(), self._mesh.control)
             hosts = sorted({names[rank] for rank, *_ in found})
         raise FaultyHostError(message, hosts)
+
+
+def _measure_distances(one: Pass, other: Pass) -> Tensor:
+    """Return by how much the sums and projections of two passes differ, fp64[entries].
+
+    Each distance is relative to the norm, so it does not depend on the loss scale. It is 0 if both
+    passes have an overflow, and infinite if one of them has.
+    """
+    mine, theirs = torch.stack(one.measures), torch.stack(other.measures)
+    norm = mine[:, 0].maximum(theirs[:, 0])
+    apart = (mine[:, 1:] - theirs[:, 1:]).abs().amax(dim=1)
+    finite = [measures.isfinite().all(dim=1) for measures in (mine, theirs)]
+    distance = (apart / norm).nan_to_num(nan=0.0)
+    distance[finite[0] != finite[1]] = torch.inf
+    distance[~finite[0] & ~finite[1]] = 0.0
+    return distance
 
 
 @contextlib.contextmanager
