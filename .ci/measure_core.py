@@ -14,7 +14,7 @@ from pathlib import Path
 
 from measure_style import count_code_lines
 
-LIMITS = {"the core": 24_870, "what the loop imports": 20_000, "what an engine imports": 10_500}
+LIMITS = {"the core": 25_132, "what the loop imports": 20_000, "what an engine imports": 10_500}
 STARTS = {
     "what the loop imports": "megatron.run.loop",
     "what an engine imports": "megatron.engine.native",
