@@ -6,7 +6,6 @@ rank loads, all weights for a conversion, or complete files for a verification.
 
 import contextlib
 import os
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -20,9 +19,13 @@ from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.manifest import INDEX, MANIFEST
 from megatron.config.model import ModelConfig
-from megatron.config.url import is_url
 from megatron.extras.object_store.mirror import MARKER, Mirror
-from megatron.extras.object_store.objects import PART, ObjectFolder, raise_as_checkpoint_error
+from megatron.extras.object_store.objects import (
+    PART,
+    ObjectFolder,
+    find_address,
+    raise_as_checkpoint_error,
+)
 from megatron.extras.object_store.ranges import fetch_blocks, fetch_index, fetch_shards, name_damage
 from megatron.extras.object_store.root_object import RootObject
 from megatron.extras.object_store.store_lease import StoreLease
@@ -199,13 +202,6 @@ def download_object(objects: ObjectFolder, name: str, size: int, path: Path) -> 
             begins = range(at, min(at + 8 * PART, size), PART)
             for body in objects.run_parallel(lambda x: objects.read(name, x, x + PART), begins):
                 file.write(body)
-
-
-def find_address(path: str | os.PathLike[str]) -> str | None:
-    """Return the address in an argument of a command line, or None if it is a folder."""
-    # An argument of the type Path has lost a slash.
-    text = re.sub(r"^(\w+):/+", r"\1://", os.fspath(path))
-    return text.rstrip("/") if is_url(text) else None
 
 
 def _find_objects(folder: Path) -> ObjectFolder:

@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import os
 import random
+import re
 import threading
 import time
 import uuid
@@ -21,7 +22,7 @@ from typing import Any, TypeVar
 
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.base.outside_file import RECORD_BYTES, load_bytes, open_regular
-from megatron.config.url import find_address_mistake, redact
+from megatron.config.url import find_address_mistake, is_url, redact
 
 PATIENCE_SECONDS = 60.0
 """How long a request is repeated. A save that fails is tried again later."""
@@ -399,6 +400,13 @@ class ObjectFolder:
                 )
                 self._system.retries = 1
             return self._system
+
+
+def find_address(path: str | os.PathLike[str]) -> str | None:
+    """Return the address in an argument of a command line, or None if it is a folder."""
+    # An argument of the type Path has lost a slash.
+    text = re.sub(r"^(\w+):/+", r"\1://", os.fspath(path))
+    return text.rstrip("/") if is_url(text) else None
 
 
 @contextlib.contextmanager

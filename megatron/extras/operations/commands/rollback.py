@@ -22,7 +22,7 @@ from megatron.base import exit_codes
 from megatron.base.errors import MegatronError
 from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.console.parse import parse_arguments
-from megatron.extras.object_store.addresses import find_address, open_for_change
+from megatron.extras.object_store.objects import find_address
 from megatron.extras.operations.rollback.execution import roll_back, roll_back_within_run
 from megatron.extras.operations.rollback.rollback_plan import RollbackRequest
 
@@ -64,11 +64,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def roll_back_address(address: str, given: RollbackArguments) -> None:
-    """Roll back a run on an object store. It is visible at once, or not at all.
+    """Roll back a run on an object store. One write makes it visible.
 
     Raises:
         MegatronError: The rollback is not allowed or failed. Nothing has changed then.
     """
+    # It imports torch, which a rollback of a folder does not need.
+    from megatron.extras.object_store.addresses import open_for_change
+
     with open_for_change(address, print_line, dry_run=given.dry_run) as (root, lease):
         mirror = str(root)
 
