@@ -45,6 +45,18 @@ def test_wall_clock_adds_up_and_take_resets() -> None:
     assert timers.take() == {"data-wait": 0.0, "communication": 0.0}
 
 
+def test_collectives_of_a_pause_are_not_timed() -> None:
+    timers = Timers(make_event=FakeEvent)
+    for _ in range(3):
+        with timers.time_collective():
+            pass
+        with timers.pause(), timers.time_collective(), timers.time_collective():
+            pass
+        taken = timers.take()
+    # The seconds are those of the time between the two calls before.
+    assert taken["communication"] == pytest.approx(0.01)
+
+
 def test_phase_nested_in_itself_counts_once() -> None:
     timers = Timers()
     start = time.perf_counter()

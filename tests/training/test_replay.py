@@ -170,6 +170,7 @@ def compare_curves(cases: Sequence[str], steps: int) -> list[bool]:
                 run.replay.check(batch, iteration)
                 replay: Any = run.replay
                 assert replay._last_good == iteration, "the replay differs"
+                assert replay._bounds is None, "the bits do not repeat"
             result = run.engine.train_batch(batch, iteration=iteration, lr=1e-3)
             # A step that overflows has a norm that is no number.
             curve.append(str((result.loss, result.grad_norm, result.experts)))
@@ -290,6 +291,27 @@ def test_healthy_iterations_give_no_alarm(name: str, pool: ProcessPool) -> None:
     outcomes = pool.run(8, compare_curves, [CURVES[name]], ITERATIONS)
     succeed(outcomes)
     assert all(outcome.value == [True] for outcome in outcomes)
+
+
+def replay_compiled(case: str) -> bool:
+    """Compute a replay of compiled blocks, and return whether it found no difference."""
+    for run in start_runs([case]):
+        assert run.sources.train is not None
+        batch = run.sources.train.read_batch(run.plan.batch_size.final, 32)
+        run.replay.check(batch, 1)
+        replay: Any = run.replay
+    return replay._last_good == 1 and replay._bounds is None
+
+
+def test_compiled_blocks_run_uncompiled_in_a_replay(pool: ProcessPool) -> None:
+    # Nothing is compiled, so the test takes no longer than another one.
+    case = (
+        f"{SIZES} {NO_DROPOUT} --global-batch-size 8 --train-iters 9 --use-torch-compile "
+        "--tensor-model-parallel-size 2 --sequence-parallel --replay-interval 1"
+    )
+    outcomes = pool.run(2, replay_compiled, case)
+    succeed(outcomes)
+    assert all(outcome.value for outcome in outcomes)
 
 
 def find_stored_flip(case: str) -> tuple[str, str]:
@@ -514,7 +536,9 @@ def test_the_array_task_gets_the_host(tmp_path: Path) -> None:
     report = build_report(FaultyHostError("rank 1 on n2: output of layer 1", ["n2"]), {})
     starts = TrainingStarts.__new__(TrainingStarts)
     hosts = {"n1": 4, "n2": 4, "n3": 4}
-    assert starts._find_faulty_hosts([report], hosts) == {"n2": "a replay gave other numbers on it"}
+    assert starts._find_faulty_hosts([report], hosts) == {
+        "n2": "two passes of a replay differ there"
+    }
     # More than half of the hosts have another cause.
     both = build_report(FaultyHostError("two", ["n1", "n2"]), {})
     assert starts._find_faulty_hosts([both], hosts) == {}

@@ -297,7 +297,11 @@ class TrainingStarts:
             reports: The reports, at least one, and none of a hang.
             hosts: The hosts of the training.
         """
-        bad = hosts_at_fault(list(reports), len(hosts)) or self._find_faulty_hosts(reports, hosts)
+        bad = hosts_at_fault(list(reports), len(hosts))
+        what = "had an I/O error"
+        if not bad:
+            bad = self._find_faulty_hosts(reports, hosts)
+            what = "computed wrong numbers"
         if not bad:
             io_hosts = sorted({report.host for report in reports if report.io_error is not None})
             if len(io_hosts) > 1:
@@ -315,7 +319,7 @@ class TrainingStarts:
                 f"the training ended with an error that a person must fix: {described}{shared}"
             )
             return StartEnd(TaskOutcome.NEEDS_PEOPLE, described)
-        described = "; ".join(f"node {host} is excluded: {reason}" for host, reason in bad.items())
+        described = "; ".join(f"node {host} {what}: {reason}" for host, reason in bad.items())
         if self._signals.received:
             # The job is not requeued here. A requeue would bring back a job that somebody
             # cancelled.
@@ -335,7 +339,7 @@ class TrainingStarts:
         faulty = [report for report in reports if report.kind == FaultyHostError.__name__]
         named = [host for report in faulty[:1] for host in report.hung_hosts]
         bad = {
-            node_report.find_slurm_name(host, list(hosts)): "a replay gave other numbers on it"
+            node_report.find_slurm_name(host, list(hosts)): "two passes of a replay differ there"
             for host in named
         }
         if len(hosts) > 1 and 2 * len(bad) > len(hosts):
