@@ -41,6 +41,7 @@ SIZES = (
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 ALL_THREE = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
 FLIPS = 20
+"""Flips of a run in the long suite. The short one has eight, of all kinds."""
 KINDS = ("activation", "weight", "gradient")
 
 
@@ -204,11 +205,13 @@ def find_flips(case: str, flips: Sequence[Flip]) -> list[str]:
     return messages
 
 
-def draw_flips(seed: int, modules: Mapping[int, Sequence[str]], bits: range) -> list[Flip]:
+def draw_flips(
+    seed: int, modules: Mapping[int, Sequence[str]], bits: range, count: int
+) -> list[Flip]:
     """Draw flips of all kinds. `modules` has those of each rank."""
     draw = random.Random(seed)
     flips = []
-    for number in range(FLIPS):
+    for number in range(count):
         rank = draw.randrange(len(modules))
         kind = KINDS[number % len(KINDS)]
         names = [n for n in modules[rank] if kind != "weight" or "attention." in n or "mlp." in n]
@@ -229,22 +232,26 @@ MODULES = {
 
 
 @pytest.mark.parametrize(
-    ("flags", "bits"),
+    ("flags", "bits", "count"),
     [
-        ("--zero-stage 3 --sequence-parallel", range(31)),
-        pytest.param("--zero-stage 2 --checkpoint-activations", range(31), marks=FULL),
+        ("--zero-stage 3 --sequence-parallel", range(31), 8),
+        pytest.param("--zero-stage 3 --sequence-parallel", range(31), FLIPS, marks=FULL),
+        pytest.param("--zero-stage 2 --checkpoint-activations", range(31), FLIPS, marks=FULL),
         # The sum of a number in 16 bits and the residual stream may not show its last bits.
-        pytest.param("--zero-stage 1 --bf16", range(3, 15), marks=FULL),
+        pytest.param("--zero-stage 1 --bf16", range(3, 15), FLIPS, marks=FULL),
         pytest.param(
             "--zero-stage 0 --fp16 --sequence-parallel --initial-loss-scale 4096",
             range(6, 15),
+            FLIPS,
             marks=FULL,
         ),
     ],
 )
-def test_each_flipped_bit_is_found_on_its_rank(flags: str, bits: range, pool: ProcessPool) -> None:
+def test_each_flipped_bit_is_found_on_its_rank(
+    flags: str, bits: range, count: int, pool: ProcessPool
+) -> None:
     case = f"{SIZES} {ALL_THREE} --global-batch-size 16 --train-iters 9 {NO_DROPOUT} {flags}"
-    flips = draw_flips(7, MODULES, bits)
+    flips = draw_flips(7, MODULES, bits, count)
     outcomes = pool.run(8, find_flips, case, flips)
     succeed(outcomes)
     for flip, message in zip(flips, outcomes[0].value, strict=True):
