@@ -70,6 +70,14 @@ def test_a_healthy_run_is_no_alarm(name: str, typed: Callable[..., Any]) -> None
 
 
 @pytest.mark.full
+def test_what_the_fake_gpu_cannot_run_is_refused(typed: Callable[..., Any]) -> None:
+    # `check_small` returns None for a ConfigError.
+    flags = f"{ITERATIONS} --pipeline-model-parallel-size 2"
+    assert typed(check_small, f"{flags} --zero-stage 3", 4) is None
+    assert typed(check_small, f"{flags} --zero-stage 2", 4) == []
+
+
+@pytest.mark.full
 def test_healthy_large_runs_are_no_alarms(typed: Callable[..., Any]) -> None:
     for flags, world_size in ((STAGES, 16384), (EXPERTS, 64)):
         assert typed(check_here, flags, world_size) == []
