@@ -231,11 +231,8 @@ def print_times() -> None:
         print(f"start after {name:7}: {cpu:.2f} s of CPU time a rank, {wall:.1f} s until ready")
 
 
-def main() -> None:
-    """Train, and print the table and the times."""
-    parser = argparse.ArgumentParser(description="Measure the start of a run.")
-    parser.add_argument("--times", action="store_true", help="also print the CPU times")
-    with_times = parser.parse_args().times
+def measure_phases() -> dict[str, tuple[int, int, int]]:
+    """Train four steps, and return the files, functions and code lines that each phase enters."""
     # torch's own imports are not ours.
     import torch.distributed  # noqa: F401
 
@@ -261,9 +258,16 @@ def main() -> None:
             threading.setprofile(None)
             sys.stdout.flush()
             os.dup2(output, 1)
+    return {name: measure_functions(recorder.entered[name]) for name in PHASES}
+
+
+def main() -> None:
+    """Print the table and the times."""
+    parser = argparse.ArgumentParser(description="Measure the start of a run.")
+    parser.add_argument("--times", action="store_true", help="also print the CPU times")
+    with_times = parser.parse_args().times
     print(f"{'phase':12} {'files':>6} {'functions':>10} {'code lines':>11}")
-    for name in PHASES:
-        files, functions, lines = measure_functions(recorder.entered[name])
+    for name, (files, functions, lines) in measure_phases().items():
         print(f"{name:12} {files:6,} {functions:10,} {lines:11,}")
     if with_times:
         print_times()
