@@ -62,6 +62,11 @@ class KernelsConfig:
     On a CPU, a loop computes the same."""
 
     @property
+    def names_fused_attention(self) -> bool:
+        """Whether --attention-backend names a fused kernel."""
+        return not {"flash", "fused", "efficient"}.isdisjoint(self.attention_backend)
+
+    @property
     def fusion_flags(self) -> tuple[str, ...]:
         """The given flags that ask for a kernel of `megatron.extras.training.kernels`."""
         asked = {

@@ -187,7 +187,14 @@ class EngineBase(ABC):
         count of a microbatch, so the result is the mean over all counted tokens. It stays on the
         device, so the host does not wait for it.
         """
-        inputs = build_inputs(microbatches, iteration, self._mesh.device)
+        inputs = build_inputs(
+            microbatches,
+            iteration,
+            self._mesh.device,
+            seed=self._plan.config.batch.seed,
+            data_rank=self._mesh.coordinate.data,
+            data_ranks=self._mesh.grid.data,
+        )
         # Without masks each microbatch has the same count, and no rank needs a message. This must
         # not depend on the data, because all ranks take part in the message.
         if not self._plan.counts_tokens_of_step(training=training):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron.config.model import GLU
 from megatron.model.norm import LayerNorm, RMSNorm
+from megatron.parallel.rng import MaskPlace
 
 
 class Rotate(Protocol):
@@ -51,6 +52,20 @@ class AddAndNormalise(Protocol):
         The sum is rounded before the norm. Without a branch, the sum is x. Its other uses should
         read the returned sum, so that the kernel of the backward pass adds their gradient.
         """
+
+
+class Drop(Protocol):
+    """Applies dropout, and computes its masks again in the backward pass."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        dropout_key: Tensor,
+        threshold: int,
+        place: MaskPlace,
+    ) -> Tensor:
+        """Return residual + dropout(x). See `Dropout.apply_mask` and `draw_mask`."""
 
 
 class LossKernels(Protocol):
@@ -108,3 +123,4 @@ class FusedOperators:
     apply_gate: ApplyGate | None = None
     add_and_normalise: AddAndNormalise | None = None
     loss: LossKernels | None = None
+    drop: Drop | None = None
