@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -187,6 +188,10 @@ class EngineBase(ABC):
         count of a microbatch, so the result is the mean over all counted tokens. It stays on the
         device, so the host does not wait for it.
         """
+        if training and self._execution.draws_by_kernel:
+            # The masks of these kernels then depend on nothing but the layout and the iteration.
+            words = self._plan.config.batch.seed, iteration, self._mesh.rank
+            torch.manual_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
         inputs = build_inputs(
             microbatches,
             iteration,

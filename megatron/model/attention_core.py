@@ -237,12 +237,15 @@ def _attend_with_mask(
         # Later keys are masked for all of these queries.
         seen = part.stop + before
         own_bias = None if bias is None else bias[:, :, part, :seen]
+        arguments = query[:, :, part], key[:, :, :seen], value[:, :, :seen], own_bias
         compute = partial(_attend_to_block, drop, part.start)
         if len(parts) > 1 and torch.is_grad_enabled():
             # A mask is a function of its place, so there is no random state to preserve.
-            options = {"use_reentrant": False, "preserve_rng_state": False}
-            compute = partial(checkpoint, compute, **options)
-        out.append(compute(query[:, :, part], key[:, :, :seen], value[:, :, :seen], own_bias))
+            out.append(
+                checkpoint(compute, *arguments, use_reentrant=False, preserve_rng_state=False)
+            )
+        else:
+            out.append(compute(*arguments))
     return torch.cat(out, dim=2) if len(out) > 1 else out[0]
 
 

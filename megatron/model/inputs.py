@@ -50,8 +50,8 @@ class Inputs:
     documents: Documents | None = None
     """If given, attention stays within a document."""
     dropout_key: Tensor = START
-    """int64[3]: the seed of the run, the 1-based iteration, and the number of the first sample in the
-    global batch. The samples of a microbatch are neighbours there. Only dropout reads it."""
+    """int64[3]: the seed of the run, the 1-based iteration, and the number of the first sample in
+    the global batch. The samples of a microbatch are neighbours there. Only dropout reads it."""
     likelihoods: SampleLikelihoods | None = None
     """If given, the last stage fills it. The mask must be given as well."""
     loss_divisor: Tensor | None = None

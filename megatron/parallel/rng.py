@@ -93,7 +93,9 @@ def draw_mask(
         for at in range(0, rows, length):
             block = (first + at // length * step) * blocks
             # NumPy counts up before it computes a block.
-            counter = np.array((block, int(site), start + sample + number, iteration), dtype=np.uint64)
+            counter = np.array(
+                (block, int(site), start + sample + number, iteration), dtype=np.uint64
+            )
             philox = np.random.Philox(key=key, counter=counter)
             drawn = philox.random_raw(length * blocks * 4).view("<u2").reshape(length, -1)
             np.greater_equal(

@@ -1,0 +1,105 @@
+"""Dropout and the addition of its result to the residual stream, with a kernel for each direction.
+
+The forward kernel computes the mask and residual + dropout(x) in one pass. The backward kernel
+computes the mask again, so none is kept. In 16 bits they move 10 bytes for each element. PyTorch's
+operators move 16, in two kernels forward and one backward, and keep one byte.
+
+`torch.compile` fuses the product and the addition itself. It gets the mask from an operator.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.parallel.rng import STEPS, MaskPlace, draw_mask
+
+
+@torch.library.custom_op("megatron::drop", mutates_args=())
+def _apply(
+    x: Tensor,
+    residual: Tensor | None,
+    dropout_key: Tensor,
+    threshold: int,
+    site: Tensor,
+    width: int,
+    place: list[int],
+) -> Tensor:
+    """Return residual + dropout(x). `place` has the other fields of a `MaskPlace`."""
+    from megatron.extras.training.kernels.dropout_kernel import launch
+
+    out = _make_result(x, residual)
+    tensors = x.contiguous(), None if residual is None else residual.contiguous(), out
+    samples_first = x.dim() == 4
+    if samples_first:
+        # Heads and queries are rows.
+        tensors = tuple(None if each is None else each.flatten(1, 2) for each in tensors)
+    scale = STEPS / (STEPS - threshold)
+    launch(tensors, dropout_key, threshold, scale, samples_first, MaskPlace(site, width, *place))
+    return out
+
+
+def _make_result(x: Tensor, residual: Tensor | None) -> Tensor:
+    # The residual stream may be in fp32.
+    like = x if residual is None else residual
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
+
+
+@_apply.register_fake
+def _(x: Tensor, residual: Tensor | None, *rest: object) -> Tensor:
+    return _make_result(x, residual)
+
+
+@draw_mask.register_kernel("cuda")
+def _draw_mask(
+    dropout_key: Tensor,
+    threshold: int,
+    shape: list[int],
+    samples_first: bool,
+    site: Tensor,
+    blocks: int,
+    first: int,
+    step: int,
+    length: int,
+    column: int,
+    sample: int,
+) -> Tensor:
+    from megatron.extras.training.kernels.dropout_kernel import launch
+
+    kept = torch.empty(shape, dtype=torch.bool, device=dropout_key.device)
+    place = MaskPlace(site, 16 * blocks, first, step, length, column, sample)
+    launch((None, None, kept), dropout_key, threshold, 1.0, samples_first, place)
+    return kept
+
+
+class _Drop(torch.autograd.Function):
+    """Both directions. The gradient of the residual is the one that arrives."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        dropout_key: Tensor,
+        threshold: int,
+        place: MaskPlace,
+    ) -> Tensor:
+        rest = [place.first, place.step, place.length, place.column, place.sample]
+        ctx.save_for_backward(dropout_key)
+        ctx.arguments = threshold, place.site, place.width, rest
+        ctx.has_residual, ctx.dtype = residual is not None, x.dtype
+        return _apply(x, residual, dropout_key, *ctx.arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (key,) = ctx.saved_tensors
+        grad = _apply(grads[0].to(ctx.dtype), None, key, *ctx.arguments)
+        return grad, grads[0] if ctx.has_residual else None, None, None, None
+
+
+def drop(
+    x: Tensor, residual: Tensor | None, dropout_key: Tensor, threshold: int, place: MaskPlace
+) -> Tensor:
+    """Return residual + dropout(x). See `Drop`."""
+    out: Tensor = _Drop.apply(x, residual, dropout_key, threshold, place)
+    return out
