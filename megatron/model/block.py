@@ -73,10 +73,10 @@ class Block(nn.Module):
             self.input_norm = build_norm(config, tp)
         self.parallel_residual = config.parallel_residual
         self.residual_factor = shape.residual_factor
-        core_dropout = Dropout(config.attention_dropout, site, tp, context, width=config.seq_length)
+        core_dropout = Dropout(config.attention_dropout, site, config.seq_length, tp, context)
         self.attention = SelfAttention(shape, layer, core_dropout, tp)
-        width = config.hidden_size
-        self.attention_dropout = Dropout(config.hidden_dropout, site + 1, tp, context, width=width)
+        p, width = config.hidden_dropout, config.hidden_size
+        self.attention_dropout = Dropout(p, site + 1, width, tp, context)
         if norm_first:
             self.post_attention_norm = build_norm(config, tp)
         else:
@@ -90,7 +90,7 @@ class Block(nn.Module):
             )
         else:
             self.mlp = MLP(shape, tp)
-        self.mlp_dropout = Dropout(config.hidden_dropout, site + 2, tp, context, width=width)
+        self.mlp_dropout = Dropout(p, site + 2, width, tp, context)
         self.recomputation: Recomputation | None = None
         self._first_half: Half = Block._attend
         self._second_half: Half = Block._feed_forward

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megatron.model.fused_operators import Drop
 from megatron.parallel.context import locate_rows
 from megatron.parallel.mesh import ContextParallel, TensorParallel
-from megatron.parallel.rng import STEPS, MaskPlace, draw_mask
+from megatron.parallel.rng import LANES, STEPS, MaskPlace, draw_mask
 
 
 class Dropout(nn.Module):
@@ -18,32 +18,26 @@ class Dropout(nn.Module):
     """
 
     def __init__(
-        self,
-        p: float,
-        site: int,
-        tp: TensorParallel,
-        context: ContextParallel | None = None,
-        *,
-        width: int,
+        self, p: float, site: int, width: int, tp: TensorParallel, context: ContextParallel | None
     ) -> None:
         """Store where the dropout is.
 
         Args:
             p: Probability that an element is zeroed.
             site: Number of this dropout in the complete model.
-            tp: The tensor-parallel ranks.
-            context: The context-parallel ranks. Default: one.
             width: Columns of a row, see `megatron/parallel/rng.py`.
+            tp: The tensor-parallel ranks.
+            context: The context-parallel ranks. None: one.
         """
         super().__init__()
         self.p = p
-        self.site = torch.tensor(site, device="cpu")
         self.width = width
         self.tp = tp
         self.kernel: Drop | None = None
         """Computes dropout and the addition. None: PyTorch's operators."""
         self.by_attention_kernel = False
         """Attention kernels draw masks of their own, which depend on the layout."""
+        self._site = torch.tensor(site, device="cpu")
         self._context = context or ContextParallel()
 
     @property
@@ -62,36 +56,25 @@ class Dropout(nn.Module):
         """
         if self.is_on:
             rows = locate_rows(x.shape[0], self.tp, self._context)
-            return self.apply_mask(
-                x, dropout_key, MaskPlace(self.site, self.width, *rows), residual
-            )
+            return self.drop(x, residual, dropout_key, *rows)
         return x if residual is None else residual + x
 
-    def apply_mask(
-        self, x: Tensor, dropout_key: Tensor, place: MaskPlace, residual: Tensor | None = None
-    ) -> Tensor:
+    def drop(self, x: Tensor, residual: Tensor | None, dropout_key: Tensor, *place: int) -> Tensor:
         """Return residual + dropout(x) for a part of the elements.
 
         Args:
             x: [rows, samples, columns], or [samples, heads, queries, keys].
-            dropout_key: See `Inputs`.
-            place: The part.
             residual: Same shape. None: 0.
+            dropout_key: See `Inputs`.
+            place: A `MaskPlace` without its first number.
         """
         threshold = round(self.p * STEPS)
+        where = [*MaskPlace(-(-self.width // LANES), *place)]
         if self.kernel is not None and not torch.compiler.is_compiling():
-            return self.kernel(x, residual, dropout_key, threshold, place)
-        samples_first = x.dim() == 4
-        shape = list(x.shape)
-        if samples_first:
-            shape = [shape[0], shape[1] * shape[2], shape[3]]
-        where = place.site, place.blocks, place.first, place.step, place.length
-        kept = draw_mask(
-            dropout_key, threshold, shape, samples_first, *where, place.column, place.sample
-        )
+            return self.kernel(x, residual, dropout_key, self._site, threshold, where)
+        kept = draw_mask(dropout_key, self._site, threshold, list(x.shape), where)
         # The product with 0 and 1 is exact. A factor of 16 bits would round 1 / (1 - p).
-        kept = torch.ops.aten.native_dropout_backward(x, kept.view(x.shape), 1.0)
-        out = kept * (STEPS / (STEPS - threshold))
+        out = torch.ops.aten.native_dropout_backward(x, kept, 1.0) * (STEPS / (STEPS - threshold))
         return out if residual is None else residual + out
 
 
@@ -101,7 +84,7 @@ class WeightDropout:
 
     dropout: Dropout
     dropout_key: Tensor
-    head: int = 0
+    head: int
     """The first head, counted in the complete model."""
     sample: int = 0
     """The first sample, counted in the microbatch."""
@@ -114,7 +97,5 @@ class WeightDropout:
         """Apply dropout to weights [b, n, queries, keys], with `query` queries before them."""
         width = self.dropout.width
         first = self.head * width + self.query + query
-        place = MaskPlace(
-            self.dropout.site, width, first, width, weights.shape[2], self.key, self.sample
-        )
-        return self.dropout.apply_mask(weights, self.dropout_key, place)
+        place = first, width, weights.shape[2], self.key, self.sample
+        return self.dropout.drop(weights, None, self.dropout_key, *place)

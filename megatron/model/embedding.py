@@ -52,7 +52,7 @@ class Embedding(nn.Module):
             self.position = make_replicated_outside_region(
                 (rows, config.hidden_size), tp, Init.TABLE
             )
-        self.dropout = Dropout(config.hidden_dropout, 0, tp, context, width=config.hidden_size)
+        self.dropout = Dropout(config.hidden_dropout, 0, config.hidden_size, tp, context)
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Map ids [b, s] to [s, b, h], or to [s/t, b, h] with sequence parallelism.

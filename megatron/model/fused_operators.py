@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megatron.config.model import GLU
 from megatron.model.norm import LayerNorm, RMSNorm
-from megatron.parallel.rng import MaskPlace
 
 
 class Rotate(Protocol):
@@ -62,10 +61,11 @@ class Drop(Protocol):
         x: Tensor,
         residual: Tensor | None,
         dropout_key: Tensor,
+        site: Tensor,
         threshold: int,
-        place: MaskPlace,
+        place: list[int],
     ) -> Tensor:
-        """Return residual + dropout(x). See `Dropout.apply_mask` and `draw_mask`."""
+        """Return residual + dropout(x). See `Dropout.drop` and `draw_mask`."""
 
 
 class LossKernels(Protocol):

@@ -16,31 +16,27 @@ sequence of a curriculum do not change it. The sample is its number in the globa
 layout of the ranks, micro-batch size, recomputation or compilation changes a mask.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-_LANES = 16
+LANES = 16
 """Numbers of a block."""
 STEPS = 1 << 16
 """A probability is a multiple of 1 / STEPS."""
 
 
-@dataclass(frozen=True)
-class MaskPlace:
+class MaskPlace(NamedTuple):
     """Where the elements of a mask are.
 
     Row i of the mask is row `first + i // length * step + i % length`. So the rows are ranges of
     equal length: the parts of a sequence that a context-parallel rank has, or queries of heads.
     """
 
-    site: Tensor
-    """Number of the dropout in the model, the same on every layout. It is a scalar on the host,
-    because a Python number would be a part of a compiled graph, which layers share."""
-    width: int
-    """Columns of a complete row."""
+    blocks: int
+    """Blocks of a complete row."""
     first: int
     step: int
     length: int
@@ -49,63 +45,41 @@ class MaskPlace:
     sample: int = 0
     """The first sample of the mask within the microbatch."""
 
-    @property
-    def blocks(self) -> int:
-        """Number of blocks of a row."""
-        return -(-self.width // _LANES)
-
 
 @torch.library.custom_op("megatron::draw_mask", mutates_args=(), device_types="cpu")
 def draw_mask(
-    dropout_key: Tensor,
-    threshold: int,
-    shape: list[int],
-    samples_first: bool,
-    site: Tensor,
-    blocks: int,
-    first: int,
-    step: int,
-    length: int,
-    column: int,
-    sample: int,
+    dropout_key: Tensor, site: Tensor, threshold: int, shape: list[int], place: list[int]
 ) -> Tensor:
     """Return which elements are kept, a bool tensor.
 
     Args:
         dropout_key: int64[3], see `Inputs`. Only a CPU's kernel reads it on the host.
+        site: Number of the dropout in the model, a scalar on the host. It is the same on every
+            layout. A Python number would be a part of a compiled graph, which layers share.
         threshold: Elements with a smaller number are zeroed.
-        shape: [rows, samples, columns], or [samples, rows, columns].
-        samples_first: Whether it is the second.
-        site: See `MaskPlace`.
-        blocks: See `MaskPlace`.
-        first: See `MaskPlace`.
-        step: See `MaskPlace`.
-        length: See `MaskPlace`.
-        column: See `MaskPlace`.
-        sample: See `MaskPlace`.
+        shape: [rows, samples, columns], or [samples, heads, queries, columns], where each query of
+            a head is a row.
+        place: A `MaskPlace`.
     """
+    blocks, first, step, length, column, sample = place
     kept = np.empty(shape, dtype=np.bool_)
-    by_sample = kept if samples_first else kept.swapaxes(0, 1)
-    samples, rows, columns = by_sample.shape
+    by_sample = kept.swapaxes(0, 1)
+    if len(shape) == 4:
+        by_sample = kept.reshape(shape[0], -1, shape[3])
     seed, iteration, start = dropout_key.tolist()
     key = np.array((seed, 0), dtype=np.int64).view(np.uint64)
-    for number in range(samples):
-        for at in range(0, rows, length):
+    for number, rows in enumerate(by_sample, start + sample):
+        for at in range(0, len(rows), length):
             block = (first + at // length * step) * blocks
             # NumPy counts up before it computes a block.
-            counter = np.array(
-                (block, int(site), start + sample + number, iteration), dtype=np.uint64
-            )
+            counter = np.array((block, int(site), number, iteration), dtype=np.uint64)
             philox = np.random.Philox(key=key, counter=counter)
             drawn = philox.random_raw(length * blocks * 4).view("<u2").reshape(length, -1)
-            np.greater_equal(
-                drawn[:, column : column + columns],
-                np.uint16(threshold),
-                out=by_sample[number, at : at + length],
-            )
+            drawn = drawn[:, column : column + rows.shape[1]]
+            np.greater_equal(drawn, np.uint16(threshold), out=rows[at : at + length])
     return torch.from_numpy(kept)
 
 
 @draw_mask.register_fake
-def _(dropout_key: Tensor, threshold: int, shape: list[int], *place: object) -> Tensor:
-    return dropout_key.new_empty(shape, dtype=torch.bool)
+def _(key: Tensor, site: Tensor, threshold: int, shape: list[int], place: list[int]) -> Tensor:
+    return key.new_empty(shape, dtype=torch.bool)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.parallel.rng import STEPS, MaskPlace, draw_mask
+from megatron.parallel.rng import draw_mask
 
 
 @torch.library.custom_op("megatron::drop", mutates_args=())
@@ -20,22 +20,16 @@ def _apply(
     x: Tensor,
     residual: Tensor | None,
     dropout_key: Tensor,
-    threshold: int,
     site: Tensor,
-    width: int,
+    threshold: int,
     place: list[int],
 ) -> Tensor:
-    """Return residual + dropout(x). `place` has the other fields of a `MaskPlace`."""
+    """Return residual + dropout(x)."""
     from megatron.extras.training.kernels.dropout_kernel import launch
 
     out = _make_result(x, residual)
-    tensors = x.contiguous(), None if residual is None else residual.contiguous(), out
-    samples_first = x.dim() == 4
-    if samples_first:
-        # Heads and queries are rows.
-        tensors = tuple(None if each is None else each.flatten(1, 2) for each in tensors)
-    scale = STEPS / (STEPS - threshold)
-    launch(tensors, dropout_key, threshold, scale, samples_first, MaskPlace(site, width, *place))
+    other = None if residual is None else residual.contiguous()
+    launch(x.contiguous(), other, out, dropout_key, int(site), threshold, place)
     return out
 
 
@@ -52,23 +46,12 @@ def _(x: Tensor, residual: Tensor | None, *rest: object) -> Tensor:
 
 @draw_mask.register_kernel("cuda")
 def _draw_mask(
-    dropout_key: Tensor,
-    threshold: int,
-    shape: list[int],
-    samples_first: bool,
-    site: Tensor,
-    blocks: int,
-    first: int,
-    step: int,
-    length: int,
-    column: int,
-    sample: int,
+    dropout_key: Tensor, site: Tensor, threshold: int, shape: list[int], place: list[int]
 ) -> Tensor:
     from megatron.extras.training.kernels.dropout_kernel import launch
 
     kept = torch.empty(shape, dtype=torch.bool, device=dropout_key.device)
-    place = MaskPlace(site, 16 * blocks, first, step, length, column, sample)
-    launch((None, None, kept), dropout_key, threshold, 1.0, samples_first, place)
+    launch(None, None, kept, dropout_key, int(site), threshold, place)
     return kept
 
 
@@ -77,29 +60,26 @@ class _Drop(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor | None,
-        dropout_key: Tensor,
-        threshold: int,
-        place: MaskPlace,
+        ctx: Any, x: Tensor, residual: Tensor | None, key: Tensor, site: Tensor, *rest: Any
     ) -> Tensor:
-        rest = [place.first, place.step, place.length, place.column, place.sample]
-        ctx.save_for_backward(dropout_key)
-        ctx.arguments = threshold, place.site, place.width, rest
-        ctx.has_residual, ctx.dtype = residual is not None, x.dtype
-        return _apply(x, residual, dropout_key, *ctx.arguments)
+        ctx.save_for_backward(key, site)
+        ctx.rest, ctx.has_residual, ctx.dtype = rest, residual is not None, x.dtype
+        return _apply(x, residual, key, site, *rest)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (key,) = ctx.saved_tensors
-        grad = _apply(grads[0].to(ctx.dtype), None, key, *ctx.arguments)
-        return grad, grads[0] if ctx.has_residual else None, None, None, None
+        grad = _apply(grads[0].to(ctx.dtype), None, *ctx.saved_tensors, *ctx.rest)
+        return grad, grads[0] if ctx.has_residual else None, None, None, None, None
 
 
 def drop(
-    x: Tensor, residual: Tensor | None, dropout_key: Tensor, threshold: int, place: MaskPlace
+    x: Tensor,
+    residual: Tensor | None,
+    dropout_key: Tensor,
+    site: Tensor,
+    threshold: int,
+    place: list[int],
 ) -> Tensor:
     """Return residual + dropout(x). See `Drop`."""
-    out: Tensor = _Drop.apply(x, residual, dropout_key, threshold, place)
+    out: Tensor = _Drop.apply(x, residual, dropout_key, site, threshold, place)
     return out

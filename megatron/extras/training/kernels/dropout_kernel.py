@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.parallel.rng import MaskPlace
+from megatron.parallel.rng import LANES, STEPS
 
 _BLOCK = 2048
 """Elements of a row that a program computes at most. Each thread has one block of the generator."""
@@ -78,48 +78,44 @@ def _drop(
 
 
 def launch(
-    tensors: tuple[Tensor | None, Tensor | None, Tensor],
+    x: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
     dropout_key: Tensor,
+    site: int,
     threshold: int,
-    scale: float,
-    samples_first: bool,
-    place: MaskPlace,
+    place: list[int],
 ) -> None:
-    """Write residual + dropout(x).
+    """Write residual + dropout(x), or which elements are kept. All tensors are contiguous.
 
     Args:
-        tensors: x, residual and the result, contiguous, [rows, samples, columns] or
-            [samples, rows, columns]. Without x, the result is which elements are kept. Without a
-            residual, it is dropout(x).
+        x: [rows, samples, columns] or [samples, heads, queries, columns]. None: which elements are
+            kept is written.
+        residual: Same shape. None: 0.
+        out: Same shape.
         dropout_key: See `Inputs`. The host does not read it.
+        site: See `draw_mask`.
         threshold: See `draw_mask`.
-        scale: The factor on kept elements.
-        samples_first: Whether the shape is the second.
-        place: Where the elements are.
+        place: See `draw_mask`.
     """
-    x, residual, out = tensors
-    first, second, columns = out.shape
-    samples, rows = (first, second) if samples_first else (second, first)
+    samples_first = out.dim() == 4
+    samples, columns = out.shape[0 if samples_first else 1], out.shape[-1]
+    lines = out.numel() // columns
     # The aligned blocks of the generator that have these columns.
-    count = -(-(place.column % 16 + columns) // 16)
-    block = min(_BLOCK, 16 * triton.next_power_of_2(count))
-    _drop[(first * second, triton.cdiv(16 * count, block))](
+    count = triton.cdiv(place[4] % LANES + columns, LANES)
+    block = min(_BLOCK, LANES * triton.next_power_of_2(count))
+    _drop[(lines, triton.cdiv(LANES * count, block))](
         x,
         residual,
         out.view(torch.uint8) if x is None else out,
         dropout_key,
         threshold,
-        scale,
+        STEPS / (STEPS - threshold),
         samples,
-        rows,
+        lines // samples,
         columns,
-        int(place.site),
-        place.blocks,
-        place.first,
-        place.step,
-        place.length,
-        place.column,
-        place.sample,
+        site,
+        *place,
         samples_first,
         residual is not None,
         x is None,
