@@ -210,7 +210,7 @@ DROPOUT_MUTATIONS = [
     Mutation(
         "the stride of a mask is the length of a curriculum",
         "docs/decisions/004",
-        "--curriculum-seqlen --curriculum-start-seqlen 8 --curriculum-seqlen-step 8 "
+        "--curriculum-schedule-type fixed_linear --curriculum-min-difficulty 16 "
         f"--curriculum-total-step 20 --train-tokens 100000 --lr-decay-tokens 90000 {WEIGHTS}",
         1,
         use_width_of_own_row,
