@@ -139,10 +139,7 @@ def build_inputs(
     microbatches: Sequence[Microbatch],
     iteration: int,
     device: torch.device,
-    *,
-    seed: int = 0,
-    data_rank: int = 0,
-    data_ranks: int = 1,
+    origin: tuple[int, int, int] = (0, 0, 1),
 ) -> list[Inputs]:
     """Return the inputs of the model for each microbatch, on `device`.
 
@@ -157,17 +154,13 @@ def build_inputs(
         microbatches: This rank's microbatches, in order.
         iteration: The 1-based iteration.
         device: Where the model computes.
-        seed: The seed of dropout.
-        data_rank: This rank's data-parallel coordinate.
-        data_ranks: The data-parallel size.
+        origin: The seed of dropout, this rank's data-parallel coordinate, and the data-parallel
+            size.
     """
+    seed, rank, ranks = origin
     # The data-parallel ranks take turns, see `compute_sample_positions`.
-    keys = torch.tensor(
-        [
-            (seed, iteration, (number * data_ranks + data_rank) * len(m.tokens))
-            for number, m in enumerate(microbatches)
-        ]
-    )
+    firsts = [(number * ranks + rank) * len(m.tokens) for number, m in enumerate(microbatches)]
+    keys = torch.tensor([(seed, iteration, first) for first in firsts])
     if device.type == "cuda":
         keys = keys.pin_memory().to(device, non_blocking=True)
     return [

@@ -188,18 +188,13 @@ class EngineBase(ABC):
         count of a microbatch, so the result is the mean over all counted tokens. It stays on the
         device, so the host does not wait for it.
         """
+        seed = self._plan.config.batch.seed
         if training and self._execution.draws_by_kernel:
             # The masks of these kernels then depend on nothing but the layout and the iteration.
-            words = self._plan.config.batch.seed, iteration, self._mesh.rank
+            words = seed, iteration, self._mesh.rank
             torch.manual_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
-        inputs = build_inputs(
-            microbatches,
-            iteration,
-            self._mesh.device,
-            seed=self._plan.config.batch.seed,
-            data_rank=self._mesh.coordinate.data,
-            data_ranks=self._mesh.grid.data,
-        )
+        origin = seed, self._mesh.coordinate.data, self._mesh.grid.data
+        inputs = build_inputs(microbatches, iteration, self._mesh.device, origin)
         # Without masks each microbatch has the same count, and no rank needs a message. This must
         # not depend on the data, because all ranks take part in the message.
         if not self._plan.counts_tokens_of_step(training=training):

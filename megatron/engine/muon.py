@@ -21,7 +21,6 @@ precision. So the layout changes an update only as far as it changes gradients.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import assert_never
 
 import torch
 import torch.distributed as dist
@@ -105,15 +104,10 @@ def choose_precision(config: OptimizerConfig, *, in_fp32: bool) -> torch.dtype:
         config: The optimizer's configuration.
         in_fp32: Whether the run is in fp32.
     """
-    match config.muon_fp32_matmul_prec:
-        case "auto":
-            return torch.float32 if in_fp32 else torch.bfloat16
-        case "medium":
-            return torch.bfloat16
-        case "high":
-            return torch.float32
-        case _:
-            assert_never(config.muon_fp32_matmul_prec)
+    wide = config.muon_fp32_matmul_prec == "high"
+    if config.muon_fp32_matmul_prec == "auto":
+        wide = in_fp32
+    return torch.float32 if wide else torch.bfloat16
 
 
 def is_muon_matrix(master: MasterParameter) -> bool:
