@@ -5,7 +5,7 @@ are the reference for each kernel, and the only path on a CPU.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -56,16 +56,14 @@ class AddAndNormalise(Protocol):
 class Drop(Protocol):
     """Applies dropout, and computes its masks again in the backward pass."""
 
-    def __call__(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        dropout_key: Tensor,
-        site: Tensor,
-        threshold: int,
-        place: list[int],
-    ) -> Tensor:
-        """Return residual + dropout(x). See `Dropout.drop` and `draw_mask`."""
+    def __call__(self, x: Tensor, residual: Tensor | None, *place: Any) -> Tensor:
+        """Return residual + dropout(x), as `Dropout.drop` does.
+
+        Args:
+            x: [rows, samples, columns] or [samples, heads, queries, columns].
+            residual: Same shape. None: 0.
+            place: The arguments dropout_key, site, threshold and place of `draw_mask`.
+        """
 
 
 class LossKernels(Protocol):

@@ -72,14 +72,7 @@ class _Drop(torch.autograd.Function):
         return grad, grads[0] if ctx.has_residual else None, None, None, None, None
 
 
-def drop(
-    x: Tensor,
-    residual: Tensor | None,
-    dropout_key: Tensor,
-    site: Tensor,
-    threshold: int,
-    place: list[int],
-) -> Tensor:
+def drop(x: Tensor, residual: Tensor | None, *place: Any) -> Tensor:
     """Return residual + dropout(x). See `Drop`."""
-    out: Tensor = _Drop.apply(x, residual, dropout_key, site, threshold, place)
+    out: Tensor = _Drop.apply(x, residual, *place)
     return out
