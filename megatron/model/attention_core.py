@@ -262,11 +262,12 @@ def _attend_to_block(
     if dtype == torch.float16:
         # Scores may be too large for it.
         query, key = query.float(), key.float()
-    logits = (query @ key.transpose(2, 3)).float() / math.sqrt(query.shape[3])
+    # A query has fewer elements than its logits.
+    logits = (query / math.sqrt(query.shape[3]) @ key.transpose(2, 3)).float()
     if bias is None:
-        seen = torch.ones(logits.shape[2:], dtype=torch.bool, device=query.device)
-        seen = seen.tril(logits.shape[3] - logits.shape[2])
-        logits = logits.masked_fill(~seen, -math.inf)
+        later = torch.ones(logits.shape[2:], dtype=torch.bool, device=query.device)
+        later = later.triu(1 + logits.shape[3] - logits.shape[2])
+        logits = logits.masked_fill(later, -math.inf)
     else:
         logits = logits + bias
     return drop(logits.softmax(dim=3).to(dtype), first) @ value

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megatron.model.fused_operators import Drop
 from megatron.parallel.context import locate_rows
 from megatron.parallel.mesh import ContextParallel, TensorParallel
-from megatron.parallel.rng import LANES, STEPS, MaskPlace, draw_mask
+from megatron.parallel.rng import LANES, STEPS, MaskPlace, draw_mask, draw_mask_in_graph
 
 
 class Dropout(nn.Module):
@@ -70,11 +70,17 @@ class Dropout(nn.Module):
         """
         threshold = round(self.p * STEPS)
         where = [*MaskPlace(-(-self.width // LANES), *place)]
-        if self.kernel is not None and not torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if self.kernel is not None and not compiling:
             return self.kernel(x, residual, dropout_key, self._site, threshold, where)
-        kept = draw_mask(dropout_key, self._site, threshold, list(x.shape), where)
-        # The product with 0 and 1 is exact. A factor of 16 bits would round 1 / (1 - p).
-        out = torch.ops.aten.native_dropout_backward(x, kept, 1.0) * (STEPS / (STEPS - threshold))
+        draw = draw_mask_in_graph if compiling else draw_mask
+        kept = draw(dropout_key, self._site, threshold, list(x.shape), where)
+        factor = STEPS / (STEPS - threshold)
+        # A product of both factors in 16 bits would round 1 / (1 - p).
+        once = factor if x.dtype == torch.float32 else 1.0
+        out = torch.ops.aten.native_dropout_backward(x, kept, once)
+        if once != factor:
+            out = out * factor
         return out if residual is None else residual + out
 
 

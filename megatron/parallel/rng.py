@@ -46,7 +46,6 @@ class MaskPlace(NamedTuple):
     """The first sample of the mask within the microbatch."""
 
 
-@torch.library.custom_op("megatron::draw_mask", mutates_args=(), device_types="cpu")
 def draw_mask(
     dropout_key: Tensor, site: Tensor, threshold: int, shape: list[int], place: list[int]
 ) -> Tensor:
@@ -80,6 +79,13 @@ def draw_mask(
     return torch.from_numpy(kept)
 
 
-@draw_mask.register_fake
+# The first call of an operator imports torch's compiler, which takes a second.
+draw_mask_in_graph = torch.library.custom_op(
+    "megatron::draw_mask", draw_mask, mutates_args=(), device_types="cpu"
+)
+"""`draw_mask` as an operator, for compiled graphs and for a kernel on GPUs."""
+
+
+@draw_mask_in_graph.register_fake
 def _(key: Tensor, site: Tensor, threshold: int, shape: list[int], place: list[int]) -> Tensor:
     return key.new_empty(shape, dtype=torch.bool)

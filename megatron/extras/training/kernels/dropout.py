@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.parallel.rng import draw_mask
+from megatron.parallel.rng import draw_mask_in_graph
 
 
 @torch.library.custom_op("megatron::drop", mutates_args=())
@@ -44,7 +44,7 @@ def _(x: Tensor, residual: Tensor | None, *rest: object) -> Tensor:
     return _make_result(x, residual)
 
 
-@draw_mask.register_kernel("cuda")
+@draw_mask_in_graph.register_kernel("cuda")
 def _draw_mask(
     dropout_key: Tensor, site: Tensor, threshold: int, shape: list[int], place: list[int]
 ) -> Tensor:
