@@ -54,7 +54,7 @@ MODELS = {
     # 32 experts for 64 tokens: some have none in most steps.
     "empty experts, goldfish": f"{STEADY} {LLAMA} --num-experts 32 --moe-router-topk 1 "
     "--moe-router-pre-softmax --goldfish-loss --goldfish-k 3 --goldfish-h 5 "
-    "--moe-layer-freq 2 --moe-aux-loss-coeff 0.01",
+    "--moe-layer-freq 2 --moe-router-load-balancing-type none",
 }
 FIRST, GROUPS, EMPTY = MODELS
 MUON = "--optimizer muon --muon-scale-mode unit_rms_norm --muon-fp32-matmul-prec high"
