@@ -104,10 +104,9 @@ def choose_precision(config: OptimizerConfig, *, in_fp32: bool) -> torch.dtype:
         config: The optimizer's configuration.
         in_fp32: Whether the run is in fp32.
     """
-    wide = config.muon_fp32_matmul_prec == "high"
-    if config.muon_fp32_matmul_prec == "auto":
-        wide = in_fp32
-    return torch.float32 if wide else torch.bfloat16
+    automatic = torch.float32 if in_fp32 else torch.bfloat16
+    choices = {"auto": automatic, "medium": torch.bfloat16, "high": torch.float32}
+    return choices[config.muon_fp32_matmul_prec]
 
 
 def is_muon_matrix(master: MasterParameter) -> bool:
