@@ -2,21 +2,27 @@
 
 import math
 from concurrent.futures import ProcessPoolExecutor
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 from model.builders import build, some_tokens, tiny_config
+from test_plan import with_changes
 from torch import Tensor
 
+from megatron.engine.parallelize import fuse_operators, recompute_blocks
 from megatron.extras.planner.verify.reference_dropout import ReferenceMasks, compute_philox
 from megatron.model import attention_core
 from megatron.model.attention_core import attend
 from megatron.model.dropout import Dropout, WeightDropout
+from megatron.model.execution import Execution
 from megatron.model.inputs import Inputs
 from megatron.parallel.context import list_parts, locate_rows
 from megatron.parallel.mesh import ContextParallel, TensorParallel
 from megatron.parallel.rng import STEPS, draw_mask
+from megatron.plan.kernel_choice import KernelDevice, choose_kernels, explain_refusal
+from megatron.plan.resolve import resolve
 
 KEY = torch.tensor((1234, 7, 5))
 THRESHOLD = round(0.1 * STEPS)
@@ -184,6 +190,38 @@ def test_the_factor_is_exact_in_16_bits() -> None:
     x = torch.full((8, 2, 64), 3.0, dtype=torch.bfloat16)
     kept = dropout(x, KEY)[dropout(x, KEY) != 0]
     assert set(kept.tolist()) == {float(torch.tensor(3 / 0.9).bfloat16())}
+
+
+def test_masks_of_attention_kernels_repeat_in_a_recomputation() -> None:
+    """A kernel that draws its own masks reads torch's generator, whose state is kept."""
+    results = []
+    for part in (Fraction(0), Fraction(1)):
+        execution = Execution(recomputed_part=part, draws_by_kernel=True)
+        model = build(tiny_config(attention_dropout=0.3, hidden_dropout=0.1)).train()
+        recompute_blocks(model, execution)
+        fuse_operators(model, execution)
+        torch.manual_seed(3)
+        tokens = some_tokens()
+        loss = model(None, Inputs(tokens, tokens, dropout_key=KEY))
+        torch.rand(5)
+        loss.backward()
+        results.append([loss.detach(), *(each.grad for each in model.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    torch.manual_seed(4)
+    assert not torch.equal(model(None, Inputs(tokens, tokens, dropout_key=KEY)), loss)
+
+
+def test_masks_that_depend_on_the_layout_give_a_warning() -> None:
+    named = {"attention_backend": ("flash", "unfused")}
+    for kernels, p, expected in ((named, 0.1, True), (named, 0.0, False), ({}, 0.1, False)):
+        plan = resolve(with_changes(kernels=kernels, model={"attention_dropout": p}), 1)
+        found = any("depend on the layout" in line for line in plan.warnings)
+        assert found is expected
+        assert Execution.from_config(plan.config, dynamic_shapes=False).draws_by_kernel is expected
+    # By default, a GPU whose first choice is cuDNN's kernel has the masks of all layouts.
+    plan = resolve(with_changes(model={"attention_dropout": 0.1}), 1)
+    assert choose_kernels(plan, KernelDevice("9.0")).kernels.attention_backend == ("auto",)
+    assert explain_refusal("attention_backend", ("fused",), plan, KernelDevice("9.0"))
 
 
 def compare_kernels() -> list[tuple[bool, ...]]:
