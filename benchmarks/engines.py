@@ -37,7 +37,6 @@ from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
 from megatron.parallel.launcher import read_launcher_world
 from megatron.parallel.mesh import TensorParallel
-from megatron.parallel.rng import RandomStreams
 from megatron.run.start.build import build_timers, divide_ranks
 from megatron.run.start.job import agree_on_job
 from megatron.run.start.launch import read_launch
@@ -83,7 +82,7 @@ class BareRank:
         self._device = mesh.device
         self._size = plan.batch_size.final
         self._data = open_data(plan, mesh, TrainState()).train
-        model = GPT(plan.shape, TensorParallel(), RandomStreams(0, mesh.device)).to(mesh.device)
+        model = GPT(plan.shape, TensorParallel()).to(mesh.device)
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 torch.nn.init.ones_(parameter)

@@ -66,7 +66,6 @@ from megatron.parallel.grid import Grid
 from megatron.parallel.mesh import TensorParallel, build_mesh
 from megatron.parallel.ranks import Ranks
 from megatron.parallel.rendezvous import choose_device
-from megatron.parallel.rng import RandomStreams
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
 from megatron.run.run import Run
@@ -270,7 +269,7 @@ def bare_step(batches: Batches, device: torch.device) -> Callable[[], None]:
     The arithmetic is the trainer's, with fp32 masters of bf16 weights.
     """
     half = batches.plan.config.precision.bf16
-    model = GPT(batches.plan.shape, TensorParallel(), RandomStreams(0, device)).to(
+    model = GPT(batches.plan.shape, TensorParallel()).to(
         device, torch.bfloat16 if half else torch.float32
     )
     for name, parameter in model.named_parameters():

@@ -211,7 +211,11 @@ USES: dict[str, list[Callable[[Any], object]]] = {
         use_muon(lambda config: muon.compute_scale(4, 2, config), "muon_scale_mode")
     ],
     "optimizer.muon_coefficient_type": [lambda value: muon.orthogonalise(torch.eye(2), 1, value)],
-    "optimizer.muon_fp32_matmul_prec": [lambda value: muon.PRECISIONS[value]],
+    "optimizer.muon_fp32_matmul_prec": [
+        use_muon(
+            lambda config: muon.choose_precision(config, in_fp32=True), "muon_fp32_matmul_prec"
+        )
+    ],
     "guard.spike_guard": [lambda value: SpikeGuardConfig(spike_guard=value).drops_steps],
     "guard.spike_guard_signals": [
         lambda value: SpikeGuardConfig(spike_guard_signals=value).watches_gradient_norm

@@ -24,7 +24,6 @@ from megatron.model.execution import Execution
 from megatron.model.gpt import GPT
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
-from megatron.parallel.rng import RandomStreams
 
 GPT2 = ModelConfig(num_layers=3, hidden_size=64, num_attention_heads=4, seq_length=32)
 LLAMA = ModelConfig(
@@ -86,7 +85,7 @@ def test_parameters_of_gpt2_by_formula():
 def count_built_parameters(shape: ModelShape, tp: TensorParallel) -> int:
     """Count the parameters of the real module, which is built without memory."""
     with torch.device("meta"):
-        model = GPT(shape, tp, RandomStreams(0, torch.device("cpu")))
+        model = GPT(shape, tp)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -128,7 +127,7 @@ def test_counts_equal_those_of_the_built_model():
 def test_matrices_of_layers_are_those_that_muon_updates(more: dict[str, Any]) -> None:
     shape = shaped(dataclasses.replace(GPT2, **more))
     with torch.device("meta"):
-        model = GPT(shape, TensorParallel(), RandomStreams(0, torch.device("cpu")))
+        model = GPT(shape, TensorParallel())
     matrices = [
         parameter.numel()
         for name, parameter in model.named_parameters()

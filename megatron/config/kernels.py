@@ -8,6 +8,9 @@ from typing import Literal
 
 AttentionBackend = Literal["auto", "by-gpu", "flash", "fused", "efficient", "unfused"]
 
+FUSED_ATTENTION = {"flash", "fused", "efficient"}
+"""The kernels of attention that draw dropout masks of their own."""
+
 
 @dataclass(frozen=True)
 class KernelsConfig:
@@ -15,8 +18,7 @@ class KernelsConfig:
 
     use_torch_compile: bool = False
     """Compile each transformer layer with torch.compile. This fuses norms, rotary positions and
-    activations, and the start is slower. Dropout draws other masks with it, so a resumed run that
-    turns it on or off is not bit-identical."""
+    activations, and the start is slower."""
     deterministic_mode: bool = False
     """Use only kernels that give the same bits each time, and NCCL's ring algorithm. On a GPU,
     backward passes of attention otherwise add up in an order that changes, so a resumed run is not
@@ -30,7 +32,9 @@ class KernelsConfig:
     (https://arxiv.org/abs/2307.08691). fused: cuDNN. efficient: memory-efficient attention
     (https://arxiv.org/abs/2112.05682). unfused: matrix products and a softmax, which compute
     everything. flash and unfused exist on CPUs too. A run that none of them can compute is refused
-    at the start. unfused alone is refused with --use-torch-compile, which may replace it."""
+    at the start. unfused alone is refused with --use-torch-compile, which may replace it. With
+    --attention-dropout, a list that names flash, fused or efficient lets these kernels draw masks
+    of their own, and numbers then depend on the layout."""
     gradient_accumulation_fusion: bool | None = None
     """Let the matrix products of the layers add to the weights' gradients in fp32. Without it, the
     product of each microbatch is rounded to 16 bits first. It needs --bf16 or --fp16, and the
@@ -60,6 +64,11 @@ class KernelsConfig:
     instead of one call for each document. It is for --reset-attention-mask with short documents. It
     needs --bf16 or --fp16 and --attention-dropout 0, and has no ALiBi.
     On a CPU, a loop computes the same."""
+
+    @property
+    def names_fused_attention(self) -> bool:
+        """Whether --attention-backend names a fused kernel."""
+        return bool(FUSED_ATTENTION & set(self.attention_backend))
 
     @property
     def fusion_flags(self) -> tuple[str, ...]:

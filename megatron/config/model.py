@@ -126,7 +126,8 @@ class ModelConfig:
     """Dropout probability on the residual branches and the embedding. 0 turns it off."""
     attention_dropout: Annotated[float, PROBABILITY] = 0.1
     """Dropout probability on the attention weights. 0 turns it off and lets SDPA use its fast
-    kernels."""
+    kernels. With dropout, products and a softmax compute attention for some queries at a time, so
+    that masks are the same on every layout. See --attention-backend."""
     init_method_std: Annotated[float | Literal["small", "megatron"], POSITIVE] = 0.02
     """Standard deviation of the normal initialisation. small = sqrt(2/(5h))
     (https://arxiv.org/abs/1910.05895), megatron = sqrt(1/(3h)), as in the models with 530B and
@@ -181,3 +182,8 @@ class ModelConfig:
     """Inner width of an MLP that all tokens use beside their experts. Default: no such MLP."""
     moe_shared_expert_gate: bool = False
     """Multiply the output of the shared expert by a sigmoid of its input (Qwen 2 MoE)."""
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether training drops anything."""
+        return max(self.hidden_dropout, self.attention_dropout) > 0

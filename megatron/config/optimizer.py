@@ -111,8 +111,10 @@ class OptimizerConfig:
     muon_coefficient_type: Literal["quintic", "simple"] = "quintic"
     """Muon: coefficients of the Newton-Schulz steps. quintic: three others in each of 5
     steps, and then again from the first. simple: the same three in all steps."""
-    muon_fp32_matmul_prec: Literal["medium", "high"] = "medium"
-    """Muon: precision of the Newton-Schulz products. medium: bf16. high: fp32."""
+    muon_fp32_matmul_prec: Literal["auto", "medium", "high"] = "auto"
+    """Muon: precision of the Newton-Schulz products. medium: bf16. high: fp32. auto: fp32 if the
+    run is in fp32, and bf16 with --bf16 or --fp16. In bf16, a run in fp32 would differ between
+    layouts by up to 1e-3 after a few steps. A run that continues a checkpoint keeps its value."""
     exp_avg_dtype: MomentDtype = "fp32"
     """Dtype in which the first moment, or Muon's momentum, is stored between steps. An update
     computes in fp32 in any case. bf16 saves 2 bytes a parameter, and rounds the moment in each

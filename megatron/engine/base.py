@@ -17,7 +17,6 @@ from megatron.data.batches import Microbatch
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
 from megatron.model.tally import Tally
-from megatron.parallel.rng import DropoutKey
 from megatron.parallel.shard import TensorShard
 
 PhaseTimers = Callable[[str], AbstractContextManager[None]]
@@ -137,7 +136,10 @@ class StepResult:
 
 
 def build_inputs(
-    microbatches: Sequence[Microbatch], iteration: int, device: torch.device
+    microbatches: Sequence[Microbatch],
+    iteration: int,
+    device: torch.device,
+    origin: tuple[int, int, int] = (0, 0, 1),
 ) -> list[Inputs]:
     """Return the inputs of the model for each microbatch, on `device`.
 
@@ -147,7 +149,20 @@ def build_inputs(
     A stream of their own would hide less than a thousandth of a step. A token has at most 28 bytes
     (its id, its label, its position and its weight), which take 1.1 ns at 25 GB/s. A model with
     10^8 parameters needs 6 x 10^8 operations for it, which take 1,500 ns at 400 TFLOPS.
+
+    Args:
+        microbatches: This rank's microbatches, in order.
+        iteration: The 1-based iteration.
+        device: Where the model computes.
+        origin: The seed of dropout, this rank's data-parallel coordinate, and the data-parallel
+            size.
     """
+    seed, rank, ranks = origin
+    # The data-parallel ranks take turns, see `compute_sample_positions`.
+    firsts = [(number * ranks + rank) * len(m.tokens) for number, m in enumerate(microbatches)]
+    keys = torch.tensor([(seed, iteration, first) for first in firsts])
+    if device.type == "cuda":
+        keys = keys.pin_memory().to(device, non_blocking=True)
     return [
         Inputs(
             m.tokens,
@@ -155,7 +170,7 @@ def build_inputs(
             m.loss_mask,
             m.position_ids,
             m.documents,
-            DropoutKey(iteration, number),
+            keys[number],
         ).to(device)
         for number, m in enumerate(microbatches)
     ]

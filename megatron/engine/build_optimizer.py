@@ -24,6 +24,8 @@ def build_optimizer(masters: list[MasterParameter], plan: Plan, mesh: Mesh) -> O
         case "ademamix":
             return AdEMAMix(masters, config)
         case "muon":
-            return Muon(masters, config, plan.shape, mesh)
+            precision = plan.config.precision
+            in_fp32 = not (precision.bf16 or precision.fp16)
+            return Muon(masters, config, plan.shape, mesh, in_fp32=in_fp32)
         case _:
             assert_never(config.optimizer)

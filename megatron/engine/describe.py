@@ -9,6 +9,7 @@ from megatron.base.plain_text import format_count
 from megatron.engine.loss_scale import LossScale
 from megatron.model.execution import Execution
 from megatron.model.fused_operators import FusedOperators
+from megatron.model.loss import find_chunk_bytes
 from megatron.model.norm import describe_norm
 from megatron.parallel.mesh import Mesh
 from megatron.plan.run_plan import Plan
@@ -82,19 +83,22 @@ def _describe_attention(plan: Plan, mesh: Mesh, execution: Execution) -> tuple[s
         attention = "SDPA with a bias", "ALiBi needs one"
     elif config.sliding_window is not None:
         attention = "SDPA with a bias", "layers with a sliding window need one"
-    elif config.attention_dropout > 0 and mesh.device.type == "cpu":
-        attention = (
-            "SDPA, math",
-            "no fused kernel for attention dropout on CPU; --attention-dropout 0 has one",
-        )
     else:
         attention = "SDPA", "causal, no bias; torch uses its fused kernel where it has one"
-    if execution.attention_kernels:
+    if config.attention_dropout > 0 and not execution.draws_by_kernel:
+        masks = "masks of --attention-dropout that are the same on every layout need scores"
+        megabytes = find_chunk_bytes(on_gpu=mesh.device.type == "cuda") >> 20
+        attention = (
+            "products and softmax, some queries at a time",
+            f"{masks}: up to {megabytes} MiB of them in fp32, each block computed twice; "
+            "--attention-dropout 0 has a fused kernel",
+        )
+    elif execution.attention_kernels:
         # The conditions above apply to torch's own choice.
         kernels = " ".join(execution.attention_kernels)
         why = plan.kernel_reasons.get("attention_backend", "--attention-backend")
         attention = (
-            attention[0].removesuffix(", math"),
+            attention[0],
             f"the first possible kernel of: {kernels}; {why}",
         )
     if execution.pack_documents:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -187,7 +188,13 @@ class EngineBase(ABC):
         count of a microbatch, so the result is the mean over all counted tokens. It stays on the
         device, so the host does not wait for it.
         """
-        inputs = build_inputs(microbatches, iteration, self._mesh.device)
+        seed = self._plan.config.batch.seed
+        if training and self._execution.draws_by_kernel:
+            # The masks of these kernels then depend on nothing but the layout and the iteration.
+            words = seed, iteration, self._mesh.rank
+            torch.manual_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
+        origin = seed, self._mesh.coordinate.data, self._mesh.grid.data
+        inputs = build_inputs(microbatches, iteration, self._mesh.device, origin)
         # Without masks each microbatch has the same count, and no rank needs a message. This must
         # not depend on the data, because all ranks take part in the message.
         if not self._plan.counts_tokens_of_step(training=training):

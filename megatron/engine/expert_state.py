@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron.engine.base import ExpertStatistics
 from megatron.engine.invariants import Replica
-from megatron.model.experts.routing import LOSSES, list_balance, list_routers
+from megatron.model.experts.routing import LOSSES, get_span, list_balance, list_routers
 from megatron.model.gpt import GPT
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import TensorShard
@@ -26,6 +26,7 @@ class ExpertState:
         self._routers = [router for stage in stages for router in list_routers(stage)]
         self._layers = sorted(plan.shape.expert_layers)
         self._experts = plan.config.model.num_experts or 0
+        self._has_loss = get_span(plan.config.loss) is not None
         self._rate = plan.config.loss.moe_router_bias_update_rate
         self._mesh = mesh
 
@@ -45,7 +46,7 @@ class ExpertState:
             return None
         # Layers of other stages stay 0, so the sum over all ranks is right.
         sums = torch.zeros(
-            (len(self._layers), self._experts + LOSSES),
+            (len(self._layers), 2 * self._experts + LOSSES),
             dtype=torch.float64,
             device=self._mesh.device,
         )
@@ -55,11 +56,17 @@ class ExpertState:
         if self._mesh.grid.world_size > 1:
             with self._mesh.tensor_parallel.comm_timer():
                 dist.all_reduce(sums)
-        counts, losses = sums.split((self._experts, LOSSES), dim=1)
+        counts, losses, scores = sums.split((self._experts, LOSSES, self._experts), dim=1)
         if applied:
             self._update_biases(counts)
         # Each is a mean over microbatches. The ranks of a microbatch have a term of it each.
-        balancing, z_loss, entropy = (losses / (microbatches * self._mesh.grid.data)).t().tolist()
+        means = losses / (microbatches * self._mesh.grid.data)
+        if not self._has_loss:
+            # No microbatch is balanced, so this is the loss of the step. It has the same choices
+            # and scores on each layout.
+            shares, parts = (x / x.sum(dim=1, keepdim=True).clamp(min=1) for x in (counts, scores))
+            means[:, 0] = self._experts * (shares * parts).sum(dim=1)
+        balancing, z_loss, entropy = means.t().tolist()
         return ExpertStatistics(self._layers, counts.long().tolist(), balancing, z_loss, entropy)
 
     def _update_biases(self, counts: torch.Tensor) -> None:

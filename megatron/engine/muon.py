@@ -41,8 +41,6 @@ from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import Kind
 
-PRECISIONS = {"medium": torch.bfloat16, "high": torch.float32}
-"""Value of --muon-fp32-matmul-prec -> dtype of the products."""
 _EPS = 1e-7
 """Smallest norm that a matrix is divided by, as in torch."""
 _COEFFICIENTS = {
@@ -99,6 +97,18 @@ class _Matrix:
     """The factor on the update of each row of this rank's part, [rows, 1] in fp32."""
 
 
+def choose_precision(config: OptimizerConfig, *, in_fp32: bool) -> torch.dtype:
+    """Return the dtype of the products.
+
+    Args:
+        config: The optimizer's configuration.
+        in_fp32: Whether the run is in fp32.
+    """
+    automatic = torch.float32 if in_fp32 else torch.bfloat16
+    choices = {"auto": automatic, "medium": torch.bfloat16, "high": torch.float32}
+    return choices[config.muon_fp32_matmul_prec]
+
+
 def is_muon_matrix(master: MasterParameter) -> bool:
     """Return whether Muon updates a parameter. It updates only the matrices of the layers."""
     return master.name.startswith("blocks.") and len(master.spec.shape) == 2
@@ -113,6 +123,8 @@ class Muon(Optimizer):
         config: OptimizerConfig,
         shape: ModelShape,
         mesh: Mesh,
+        *,
+        in_fp32: bool = False,
     ) -> None:
         """Create the states, filled with zeros. All ranks must call it.
 
@@ -121,6 +133,7 @@ class Muon(Optimizer):
             config: The optimizer's configuration.
             shape: Sizes of the model. They determine the rows of fused projections.
             mesh: This rank's mesh.
+            in_fp32: Whether the run is in fp32.
         """
         super().__init__(masters)
         self._config = config
@@ -128,7 +141,7 @@ class Muon(Optimizer):
         self._group = mesh.build_stage_group()
         # Each copy of the model computes its own updates, from the same gradients.
         self._rank = mesh.sharding.rank * mesh.grid.tensor + mesh.coordinate.tensor
-        self._dtype = PRECISIONS[config.muon_fp32_matmul_prec]
+        self._dtype = choose_precision(config, in_fp32=in_fp32)
         self._rate_factor = compute_muon_rate(config, shape)
         self._adamw = AdamW([m for m in masters if not is_muon_matrix(m)], config)
         self._matrices = [

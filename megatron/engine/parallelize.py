@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron.model.dropout import Dropout
 from megatron.model.execution import Execution
 from megatron.model.experts.routing import list_routers
 from megatron.model.gpt import GPT
@@ -17,7 +18,6 @@ from megatron.model.recompute import Recomputation
 from megatron.parallel.entered_linear import offer_to_graphs
 from megatron.parallel.layers import ColumnParallelLinear, ParameterSpec, RowParallelLinear
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.rng import RandomStreams
 from megatron.parallel.weight_gradient import number_layer
 from megatron.plan.run_plan import Plan
 
@@ -52,13 +52,6 @@ def build_stages(
     layers_of_stages = select_stages_of_rank(
         plan.stages, mesh.coordinate.pipeline, mesh.grid.pipeline
     )
-    streams = RandomStreams(
-        plan.config.batch.seed,
-        mesh.device,
-        data_rank=mesh.coordinate.data,
-        tensor_parallel=mesh.tensor_parallel,
-        context_parallel=mesh.context_parallel,
-    )
     dtype = execution.dtype or torch.float32
     # FSDP2 shards parameters that have no memory yet. A rank therefore never needs the memory of a
     # complete stage. Without FSDP2, a rank needs that memory in any case.
@@ -74,7 +67,6 @@ def build_stages(
             model = GPT(
                 plan.shape,
                 mesh.tensor_parallel,
-                streams,
                 layers,
                 execution,
                 plan.config.loss,
@@ -151,6 +143,7 @@ def recompute_blocks(model: GPT, execution: Execution) -> None:
                     partition=execution.partition_activations,
                     in_cpu=execution.checkpoint_in_cpu,
                     kept_operators=execution.kept_operators,
+                    keep_generator=execution.draws_by_kernel,
                 )
             )
 
@@ -167,6 +160,10 @@ def fuse_operators(model: GPT, execution: Execution) -> None:
     for block in model.get_blocks().values():
         block.attention.operators = execution.operators
         block.mlp.use_operators(execution.operators)
+    for module in model.modules():
+        if isinstance(module, Dropout):
+            module.kernel = execution.operators.drop
+            module.by_attention_kernel = execution.draws_by_kernel
 
 
 def compile_blocks(model: GPT, execution: Execution) -> None:

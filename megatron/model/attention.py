@@ -29,7 +29,7 @@ from megatron.model.attention_core import (
     share_sequence,
 )
 from megatron.model.attention_kernels import use_attention_kernels
-from megatron.model.dropout import Dropout
+from megatron.model.dropout import Dropout, WeightDropout
 from megatron.model.fused_operators import FusedOperators
 from megatron.model.inputs import Documents
 from megatron.model.key_value_cache import attend_with_new_token
@@ -48,7 +48,6 @@ from megatron.parallel.layers import (
 )
 from megatron.parallel.mesh import ContextParallel, TensorParallel
 from megatron.parallel.padding import trim_columns
-from megatron.parallel.rng import DropoutKey
 
 
 def find_largest_attention_logit(
@@ -185,11 +184,11 @@ class SelfAttention(nn.Module):
         self.operators = FusedOperators()
         """The kernels that take the place of PyTorch's operators."""
 
-    def forward(self, x: Tensor, positions: Positions, dropout_key: DropoutKey) -> Tensor:
+    def forward(self, x: Tensor, positions: Positions, dropout_key: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h]. With sequence parallelism both are [s/t, b, h]."""
         query, key, value = self._project(x, positions)
-        # No random state is preserved, because the dropout seeds the generator itself and draws the
-        # same mask both times.
+        # A mask is a function of its place. Only a kernel that draws its own masks needs the random
+        # state of the forward pass again.
         if self.recompute_core and torch.is_grad_enabled():
             context = checkpoint(
                 self._compute_core,
@@ -199,7 +198,7 @@ class SelfAttention(nn.Module):
                 positions,
                 dropout_key,
                 use_reentrant=False,
-                preserve_rng_state=False,
+                preserve_rng_state=self.dropout.by_attention_kernel,
             )
         else:
             context = self._compute_core(query, key, value, positions, dropout_key)
@@ -289,7 +288,7 @@ class SelfAttention(nn.Module):
         key: Tensor,
         value: Tensor,
         positions: Positions,
-        dropout_key: DropoutKey,
+        dropout_key: Tensor,
     ) -> Tensor:
         """Compute causal attention of queries [b, n/t, s, d] on keys and values [b, g/t, s, d].
 
@@ -298,8 +297,10 @@ class SelfAttention(nn.Module):
         Returns:
             The context, [b, n/t, s, d].
         """
-        # The kernel draws the dropout mask itself, so the generator is seeded just before the call.
-        p = self.dropout.seed(dropout_key)
+        drop = None
+        if self.dropout.is_on:
+            head = self.dropout.tp.rank * query.shape[1]
+            drop = WeightDropout(self.dropout, dropout_key, head)
         bias = self._select_bias(positions)
         # This function runs again in a recomputation, which must use the same kernel.
         kernels = use_attention_kernels(self.kernels)
@@ -313,11 +314,11 @@ class SelfAttention(nn.Module):
                     bias,
                     positions.documents,
                     self.window,
-                    p,
+                    drop,
                     positions.context,
                 )
         if positions.packed is not None:
-            assert p == 0, "the kernel has no dropout"
+            assert drop is None, "the kernel has no dropout"
             return attend_packed(query, key, value, positions.packed, self.window)
         if positions.cache is not None:
             key, value = positions.cache.append(self.number, key, value)
@@ -325,5 +326,5 @@ class SelfAttention(nn.Module):
                 return attend_with_new_token(query, key, value, bias)
         with kernels:
             if positions.documents is not None:
-                return attend_by_document(query, key, value, bias, positions.documents, p)
-            return attend(query, key, value, bias, p)
+                return attend_by_document(query, key, value, bias, positions.documents, drop)
+            return attend(query, key, value, bias, drop)

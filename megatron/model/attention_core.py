@@ -9,30 +9,42 @@ n and g are those of a tensor-parallel rank.
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from megatron.model.dropout import WeightDropout
 from megatron.model.inputs import Documents
+from megatron.model.loss import split_rows
 from megatron.parallel.context import Keys, exchange_heads, read_keys, return_heads
 from megatron.parallel.mesh import ContextParallel
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout_p: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    drop: WeightDropout | None = None,
 ) -> Tensor:
-    """Call PyTorch's attention. It chooses between flash and other kernels.
+    """Call PyTorch's attention, which chooses between flash and other kernels.
+
+    With dropout, products and a softmax compute the same. Kernels draw masks of their own.
 
     Args:
         query: [b, n, queries, d].
         key: [b, g, keys, d], with at least as many keys as queries.
         value: Same shape.
         bias: [1, 1 or n, queries, keys], with the causal mask, or None.
-        dropout_p: Probability that a weight is zeroed.
+        drop: Dropout of the weights, or None.
     """
+    if drop is not None and not drop.dropout.by_attention_kernel:
+        return _attend_with_mask(query, key, value, bias, drop)
     queries, keys = query.shape[2], key.shape[2]
     # A bias includes the causal mask. The kernel does not accept a bias together with is_causal.
     mask = bias
@@ -47,7 +59,7 @@ def attend(
         key,
         value,
         attn_mask=mask,
-        dropout_p=dropout_p,
+        dropout_p=0.0 if drop is None else drop.dropout.p,
         is_causal=mask is None,
         enable_gqa=query.shape[1] != key.shape[1],
     )
@@ -59,7 +71,7 @@ def attend_by_document(
     value: Tensor,
     bias: Tensor | None,
     documents: Documents,
-    dropout_p: float,
+    drop: WeightDropout | None = None,
 ) -> Tensor:
     """Compute attention within each document separately.
 
@@ -72,9 +84,9 @@ def attend_by_document(
         for start, stop in pairwise(bounds):
             q, k, v = (t[sample : sample + 1, :, start:stop] for t in (query, key, value))
             length = stop - start
-            parts.append(
-                attend(q, k, v, None if bias is None else bias[:, :, :length, :length], dropout_p)
-            )
+            own_bias = None if bias is None else bias[:, :, :length, :length]
+            own = drop and replace(drop, sample=sample, query=start, key=start)
+            parts.append(attend(q, k, v, own_bias, own))
         samples.append(torch.cat(parts, dim=2))
     return torch.cat(samples)
 
@@ -85,12 +97,10 @@ class QueryPiece:
 
     sample: int
     """Number of the sample in the microbatch. It is 0 for a piece of all samples."""
-    document: int
-    """Number of the document in the microbatch."""
-    queries: slice
-    """Positions of the queries within the document."""
-    keys: slice
-    """Positions of the keys within the document."""
+    first_query: int
+    """Position of the first query in its sample."""
+    first_key: int
+    """Position of the first key in its sample."""
     query: Tensor
     """[b or 1, n, queries, d]."""
     key: Tensor
@@ -125,10 +135,9 @@ def list_pieces(
         of_part = query[:, :, before : before + len(keys.queries)]
         before += len(keys.queries)
         # No other bound than the start of the sequence is needed.
-        number = 0
         for sample, bounds in enumerate(documents or ((0, keys.queries.stop),)):
             own = slice(None) if documents is None else slice(sample, sample + 1)
-            for document, (begin, end) in enumerate(pairwise(bounds), number):
+            for begin, end in pairwise(bounds):
                 # The queries of this part that are in this document.
                 start = max(begin, offset)
                 stop = min(end, keys.queries.stop)
@@ -141,14 +150,12 @@ def list_pieces(
                 read = slice(first - keys.first, stop - keys.first)
                 yield QueryPiece(
                     sample,
-                    document,
-                    slice(start - begin, stop - begin),
-                    slice(first - begin, stop - begin),
+                    start,
+                    first,
                     of_part[own, :, start - offset : stop - offset],
                     keys.key[own, :, read],
                     keys.value[own, :, read],
                 )
-            number += len(bounds) - 1
 
 
 def share_sequence(
@@ -176,7 +183,7 @@ def attend_in_context(
     bias: Tensor | None,
     documents: Documents | None,
     window: int | None,
-    dropout_p: float,
+    drop: WeightDropout | None,
     context: ContextParallel,
 ) -> Tensor:
     """Compute attention over a sequence that context-parallel ranks share.
@@ -188,36 +195,22 @@ def attend_in_context(
         bias: [1, 1 or heads, queries, keys], for the longest part and its keys, or None.
         documents: Bounds of the documents of each sample. None: each sample is one document.
         window: Number of keys that a query reads, up to its position. None: all of them.
-        dropout_p: Probability that a weight is zeroed. The caller has seeded the generator.
+        drop: Dropout of the weights, or None.
         context: The context-parallel ranks.
 
     Returns:
         [b, n, s/c, d].
     """
-    samples, heads, own, _ = query.shape
     query, parts = share_sequence(query, key, value, window, context)
-    share = slice(0, heads)
-    if context.exchange_heads:
-        share = slice(context.rank * query.shape[1], (context.rank + 1) * query.shape[1])
-    shapes = [(samples, heads, own * context.size)]
-    if documents is not None:
-        shapes = [(1, heads, end - start) for each in documents for start, end in pairwise(each)]
-    kept = []
-    if dropout_p:
-        # One process draws the masks of all heads and positions, document by document. Parts of
-        # them are needed here, but the generator cannot skip the rest.
-        for shape in shapes:
-            ones = query.new_ones((*shape, shape[-1]))
-            kept.append(F.dropout(ones, dropout_p)[:, share])
+    if drop is not None and context.exchange_heads:
+        drop = replace(drop, head=drop.head + context.rank * query.shape[1])
     # The results of each sample are in the order of their positions.
     found: list[list[Tensor]] = [[] for _ in documents or range(1)]
     for piece in list_pieces(query, parts, documents, window):
-        own_bias = piece.select_bias(bias)
-        if dropout_p:
-            mask = kept[piece.document][:, :, piece.queries, piece.keys]
-            result = _attend_with_mask(piece, own_bias, mask)
-        else:
-            result = attend(piece.query, piece.key, piece.value, own_bias, 0.0)
+        own = drop and replace(
+            drop, sample=piece.sample, query=piece.first_query, key=piece.first_key
+        )
+        result = attend(piece.query, piece.key, piece.value, piece.select_bias(bias), own)
         found[piece.sample].append(result)
     out = torch.cat([torch.cat(of_sample, dim=2) for of_sample in found])
     if context.exchange_heads:
@@ -225,26 +218,56 @@ def attend_in_context(
     return out
 
 
-def _attend_with_mask(piece: QueryPiece, bias: Tensor | None, kept: Tensor) -> Tensor:
-    """Compute the attention of a piece with a given dropout mask.
+def _attend_with_mask(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, drop: WeightDropout
+) -> Tensor:
+    """Compute attention with dropout, as `attend` does, for some queries at a time.
 
-    PyTorch's kernels draw the mask themselves, so they cannot be used.
-
-    Args:
-        piece: Queries, keys and values.
-        bias: [1, 1 or n, queries, keys], with the causal mask, or None.
-        kept: The dropout mask, a factor on each weight, [b or 1, n, queries, keys].
+    The backward pass computes each block again, so the weights of one block are in memory.
     """
-    query = piece.query
-    heads, queries, width = query.shape[1:]
+    samples, heads, queries, _ = query.shape
+    before = key.shape[2] - queries
     # The product of all heads at once needs a key for each head.
-    repeats = heads // piece.key.shape[1]
-    key, value = (x.repeat_interleave(repeats, dim=1) for x in (piece.key, piece.value))
-    logits = (query @ key.transpose(2, 3)).float() / math.sqrt(width)
+    repeats = heads // key.shape[1]
+    if repeats > 1:
+        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    parts = list(split_rows(queries, samples * heads * key.shape[2], on_gpu=query.is_cuda))
+    out = []
+    for part in parts:
+        # Later keys are masked for all of these queries.
+        seen = part.stop + before
+        own_bias = None if bias is None else bias[:, :, part, :seen]
+        arguments = query[:, :, part], key[:, :, :seen], value[:, :, :seen], own_bias
+        compute = partial(_attend_to_block, drop, part.start)
+        if len(parts) > 1 and torch.is_grad_enabled():
+            # A mask is a function of its place, so there is no random state to preserve.
+            out.append(
+                checkpoint(compute, *arguments, use_reentrant=False, preserve_rng_state=False)
+            )
+        else:
+            out.append(compute(*arguments))
+    return torch.cat(out, dim=2) if len(out) > 1 else out[0]
+
+
+def _attend_to_block(
+    drop: WeightDropout,
+    first: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    """Compute the attention of the queries from `first` on. See `_attend_with_mask`."""
+    dtype = query.dtype
+    if dtype == torch.float16:
+        # Scores may be too large for it.
+        query, key = query.float(), key.float()
+    # A query has fewer elements than its logits.
+    logits = (query / math.sqrt(query.shape[3]) @ key.transpose(2, 3)).float()
     if bias is None:
-        seen = torch.ones(logits.shape[2:], dtype=torch.bool, device=query.device)
-        seen = seen.tril(logits.shape[3] - queries)
-        logits = logits.masked_fill(~seen, -math.inf)
+        later = torch.ones(logits.shape[2:], dtype=torch.bool, device=query.device)
+        later = later.triu(1 + logits.shape[3] - logits.shape[2])
+        logits = logits.masked_fill(later, -math.inf)
     else:
         logits = logits + bias
-    return (logits.softmax(dim=3).to(query.dtype) * kept) @ value
+    return drop(logits.softmax(dim=3).to(dtype), first) @ value

@@ -27,7 +27,6 @@ from megatron.model.positions import Positions
 from megatron.model.recompute import Recomputation
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import ContextParallel, ExpertParallel, TensorParallel
-from megatron.parallel.rng import DropoutKey, RandomStreams
 
 # One block has three dropouts: attention probabilities, attention output and MLP output.
 _SITES_PER_BLOCK = 3
@@ -44,7 +43,6 @@ class Block(nn.Module):
         shape: ModelShape,
         index: int,
         tp: TensorParallel,
-        streams: RandomStreams,
         loss: LossConfig | None = None,
         context: ContextParallel | None = None,
         ranks: ExpertParallel | None = None,
@@ -55,7 +53,6 @@ class Block(nn.Module):
             shape: Sizes of the model.
             index: Number of the layer in the complete model, from 0.
             tp: The tensor-parallel ranks.
-            streams: The generators for dropout.
             loss: The auxiliary losses of experts. Default: none.
             context: The context-parallel ranks. Default: one.
             ranks: The expert-parallel ranks. Default: one.
@@ -66,7 +63,6 @@ class Block(nn.Module):
         # Site 0 is the embedding's dropout. The numbers are global, so a run that resumes with
         # another pipeline layout draws the same masks.
         site = 1 + _SITES_PER_BLOCK * index
-        residual_is_sharded = tp.sequence_parallel
         # Attention and MLP each have one norm, in one of two places.
         self.input_norm: Norm | None = None
         self.attention_output_norm: Norm | None = None
@@ -77,12 +73,10 @@ class Block(nn.Module):
             self.input_norm = build_norm(config, tp)
         self.parallel_residual = config.parallel_residual
         self.residual_factor = shape.residual_factor
-        # Attention is sharded by heads, so its masks always differ between tensor-parallel ranks.
-        core_dropout = Dropout(config.attention_dropout, site, streams, sharded=True)
+        core_dropout = Dropout(config.attention_dropout, site, config.seq_length, tp, context)
         self.attention = SelfAttention(shape, layer, core_dropout, tp)
-        self.attention_dropout = Dropout(
-            config.hidden_dropout, site + 1, streams, sharded=residual_is_sharded
-        )
+        p, width = config.hidden_dropout, config.hidden_size
+        self.attention_dropout = Dropout(p, site + 1, width, tp, context)
         if norm_first:
             self.post_attention_norm = build_norm(config, tp)
         else:
@@ -96,9 +90,7 @@ class Block(nn.Module):
             )
         else:
             self.mlp = MLP(shape, tp)
-        self.mlp_dropout = Dropout(
-            config.hidden_dropout, site + 2, streams, sharded=residual_is_sharded
-        )
+        self.mlp_dropout = Dropout(p, site + 2, width, tp, context)
         self.recomputation: Recomputation | None = None
         self._first_half: Half = Block._attend
         self._second_half: Half = Block._feed_forward
@@ -121,7 +113,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         positions: Positions,
-        dropout_key: DropoutKey,
+        dropout_key: Tensor,
         routing: Routing | None = None,
     ) -> Tensor:
         """Map [s, b, h] to [s, b, h]. With sequence parallelism both are [s/t, b, h].
@@ -131,7 +123,7 @@ class Block(nn.Module):
         Args:
             x: The residual stream.
             positions: The tables of positions.
-            dropout_key: Seeds dropout.
+            dropout_key: See `Inputs`.
             routing: What routers share. Default: that of one sequence.
         """
         routing = routing or Routing()
@@ -151,30 +143,20 @@ class Block(nn.Module):
         return self.attention.find_largest_logit(read, positions)
 
     def _compute(
-        self, x: Tensor, positions: Positions, dropout_key: DropoutKey, routing: Routing
+        self, x: Tensor, positions: Positions, dropout_key: Tensor, routing: Routing
     ) -> Tensor:
-        """Compute both halves of the layer.
-
-        Within one half, the dropouts either all differ between tensor-parallel ranks or are all
-        equal. One seed before each half is therefore enough for a compiled graph.
-        """
-        self.attention.dropout.seed(dropout_key)
+        """Compute both halves of the layer."""
         # The documents differ in every batch. Each batch would compile a new graph. The messages
         # between context-parallel ranks are no part of a graph.
-        shared = positions.context.size > 1
-        if positions.documents is None and not shared:
+        if positions.documents is None and positions.context.size == 1:
             attend = self._first_half
         else:
             attend = Block._attend
         x, attended = attend(self, x, positions, dropout_key)
-        # A draw for all positions needs several seeds, which cannot be in a graph.
-        if shared and self.training and self.mlp_dropout.p:
-            return Block._feed_forward(self, x, attended, dropout_key, routing)
-        self.attention_dropout.seed(dropout_key)
         return self._second_half(self, x, attended, dropout_key, routing)
 
     def _attend(
-        self, x: Tensor, positions: Positions, dropout_key: DropoutKey
+        self, x: Tensor, positions: Positions, dropout_key: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the input for the residual connection, and the output of attention."""
         x, read = self._add_and_normalise(x, None, self.input_norm, self.attention_output_norm)
@@ -184,13 +166,16 @@ class Block(nn.Module):
         return x, self._scale_branch(attended)
 
     def _feed_forward(
-        self, x: Tensor, attended: Tensor, dropout_key: DropoutKey, routing: Routing
+        self, x: Tensor, attended: Tensor, dropout_key: Tensor, routing: Routing
     ) -> Tensor:
-        attended = self.attention_dropout(attended, dropout_key)
         norms = self.post_attention_norm, self.mlp_output_norm
         if self.parallel_residual:
             # Attention and MLP read the same input.
-            after, read = x + attended, _normalise_input(*norms, x)
+            after = self.attention_dropout(attended, dropout_key, x)
+            read = _normalise_input(*norms, x)
+        elif self.attention_dropout.is_on:
+            after = self.attention_dropout(attended, dropout_key, x)
+            after, read = self._add_and_normalise(after, None, *norms)
         else:
             after, read = self._add_and_normalise(x, attended, *norms)
         if isinstance(self.mlp, MixtureMLP):
@@ -200,7 +185,7 @@ class Block(nn.Module):
         if self.mlp_output_norm is not None:
             out = self.mlp_output_norm(out)
         out = self._scale_branch(out)
-        return after + self.mlp_dropout(out, dropout_key)
+        return self.mlp_dropout(out, dropout_key, after)
 
     def _scale_branch(self, out: Tensor) -> Tensor:
         """Return what attention or MLP adds to the residual stream, from its output."""

@@ -10,7 +10,6 @@ from megatron.model.shape import ModelShape
 from megatron.parallel.context import take_own
 from megatron.parallel.layers import Init, VocabParallelEmbedding, make_replicated_outside_region
 from megatron.parallel.mesh import ContextParallel, TensorParallel
-from megatron.parallel.rng import RandomStreams
 
 
 class Embedding(nn.Module):
@@ -20,7 +19,6 @@ class Embedding(nn.Module):
         self,
         shape: ModelShape,
         tp: TensorParallel,
-        streams: RandomStreams,
         context: ContextParallel,
         *,
         fp32_residual: bool = False,
@@ -30,7 +28,6 @@ class Embedding(nn.Module):
         Args:
             shape: Sizes of the model.
             tp: The tensor-parallel ranks.
-            streams: The generators for dropout.
             context: The context-parallel ranks.
             fp32_residual: Keep the residual stream in fp32.
         """
@@ -55,7 +52,7 @@ class Embedding(nn.Module):
             self.position = make_replicated_outside_region(
                 (rows, config.hidden_size), tp, Init.TABLE
             )
-        self.dropout = Dropout(config.hidden_dropout, 0, streams, sharded=tp.sequence_parallel)
+        self.dropout = Dropout(config.hidden_dropout, 0, config.hidden_size, tp, context)
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Map ids [b, s] to [s, b, h], or to [s/t, b, h] with sequence parallelism.

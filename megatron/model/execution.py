@@ -35,6 +35,8 @@ class Execution:
     attention_kernels: tuple[str, ...] = ()
     """The kernels that attention may use, the preferred one first. Empty: PyTorch chooses. by-gpu
     is replaced at the start of a run."""
+    draws_by_kernel: bool = False
+    """Attention kernels draw dropout masks of their own, which depend on the layout."""
     pack_documents: bool = False
     """Compute the attention of all documents of a microbatch in one call."""
     fused_gradients: bool = False
@@ -74,6 +76,8 @@ class Execution:
             # In fp32 the stream has full precision anyway, and the flag has no effect.
             fp32_residual=precision.fp32_residual_connection and (precision.fp16 or precision.bf16),
             attention_kernels=tuple(order),
+            draws_by_kernel=config.kernels.names_fused_attention
+            and config.model.attention_dropout > 0,
             pack_documents=config.kernels.use_varlen_attention,
             fused_gradients=bool(config.kernels.gradient_accumulation_fusion),
             compile=config.kernels.use_torch_compile,

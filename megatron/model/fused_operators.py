@@ -5,7 +5,7 @@ are the reference for each kernel, and the only path on a CPU.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -50,6 +50,19 @@ class AddAndNormalise(Protocol):
 
         The sum is rounded before the norm. Without a branch, the sum is x. Its other uses should
         read the returned sum, so that the kernel of the backward pass adds their gradient.
+        """
+
+
+class Drop(Protocol):
+    """Applies dropout, and computes its masks again in the backward pass."""
+
+    def __call__(self, x: Tensor, residual: Tensor | None, *place: Any) -> Tensor:
+        """Return residual + dropout(x), as `Dropout.drop` does.
+
+        Args:
+            x: [rows, samples, columns] or [samples, heads, queries, columns].
+            residual: Same shape. None: 0.
+            place: The arguments dropout_key, site, threshold and place of `draw_mask`.
         """
 
 
@@ -108,3 +121,4 @@ class FusedOperators:
     apply_gate: ApplyGate | None = None
     add_and_normalise: AddAndNormalise | None = None
     loss: LossKernels | None = None
+    drop: Drop | None = None

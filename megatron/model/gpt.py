@@ -34,7 +34,6 @@ from megatron.parallel.collectives import enter_tensor_parallel
 from megatron.parallel.context import take_own
 from megatron.parallel.layers import Init, ParameterSpec, make_parameter, split_evenly
 from megatron.parallel.mesh import ContextParallel, ExpertParallel, TensorParallel
-from megatron.parallel.rng import RandomStreams
 
 EMBEDDING = "embedding."
 """What the names of the embedding's parameters start with."""
@@ -106,7 +105,6 @@ class GPT(nn.Module):
         self,
         shape: ModelShape,
         tp: TensorParallel,
-        streams: RandomStreams,
         stage: Stage | None = None,
         execution: Execution | None = None,
         loss: LossConfig | None = None,
@@ -118,7 +116,6 @@ class GPT(nn.Module):
         Args:
             shape: Sizes of the model.
             tp: The tensor-parallel ranks.
-            streams: The generators for dropout.
             stage: The stage to build. By default it is the complete model.
             execution: The precision of the blocks and of the residual stream. `parallelize.py` of
                 the engines applies recomputation and compilation.
@@ -137,12 +134,10 @@ class GPT(nn.Module):
         self._loss = loss or LossConfig()
         self.embedding: Embedding | None = None
         if stage.first:
-            self.embedding = Embedding(
-                shape, tp, streams, context, fp32_residual=execution.fp32_residual
-            )
+            self.embedding = Embedding(shape, tp, context, fp32_residual=execution.fp32_residual)
         # A dictionary, so that the names of parameters have the global number of the block.
         self.blocks = nn.ModuleDict(
-            {str(i): Block(shape, i, tp, streams, self._loss, context, ranks) for i in stage.layers}
+            {str(i): Block(shape, i, tp, self._loss, context, ranks) for i in stage.layers}
         )
         self.head: Head | None = None
         if stage.last:

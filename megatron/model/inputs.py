@@ -10,9 +10,8 @@ from torch import Tensor
 
 from megatron.parallel.context import take_own
 from megatron.parallel.mesh import ContextParallel
-from megatron.parallel.rng import DropoutKey
 
-START = DropoutKey(0, 0)
+START = torch.zeros(3, dtype=torch.int64)
 
 Documents = tuple[tuple[int, ...], ...]
 """Bounds of each sample's documents, 0 first and s last.
@@ -50,8 +49,9 @@ class Inputs:
     """[b, s]. None means 0 to s - 1 in every sample."""
     documents: Documents | None = None
     """If given, attention stays within a document."""
-    dropout_key: DropoutKey = START
-    """Seeds the dropout of this forward pass."""
+    dropout_key: Tensor = START
+    """int64[3]: the seed of the run, the 1-based iteration, and the number of the first sample in
+    the global batch. The samples of a microbatch are neighbours there. Only dropout reads it."""
     likelihoods: SampleLikelihoods | None = None
     """If given, the last stage fills it. The mask must be given as well."""
     loss_divisor: Tensor | None = None
@@ -100,7 +100,7 @@ class Inputs:
             move(self.loss_mask),
             move(self.position_ids),
             self.documents,
-            self.dropout_key,
+            copy(self.dropout_key),
             self.likelihoods,
             self.loss_divisor,
             self.loss_factor,

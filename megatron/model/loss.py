@@ -301,6 +301,11 @@ def _compute_logits(hidden: Tensor, weight: Tensor, place: Tensor | None) -> Ten
     return F.linear(hidden, weight)
 
 
+def find_chunk_bytes(*, on_gpu: bool) -> int:
+    """Return the largest size of a chunk in fp32."""
+    return _CHUNK_BYTES_GPU if on_gpu else _CHUNK_BYTES_CPU
+
+
 def split_rows(n: int, columns: int, *, on_gpu: bool) -> Iterator[slice]:
     """Divide n rows into chunks whose fp32 logits stay below a fixed size.
 
@@ -312,10 +317,7 @@ def split_rows(n: int, columns: int, *, on_gpu: bool) -> Iterator[slice]:
         columns: Number of logits in a row. If it is 0, all rows are one chunk.
         on_gpu: Whether the logits are on a GPU.
     """
-    if on_gpu:
-        limit = _CHUNK_BYTES_GPU
-    else:
-        limit = _CHUNK_BYTES_CPU
+    limit = find_chunk_bytes(on_gpu=on_gpu)
     if columns == 0:
         step = n
     else:

@@ -42,8 +42,7 @@ _OPERATORS = {
     ),
 }
 """Value of --checkpoint-keep-operators -> torch's operators."""
-_CHECKPOINT_OPTIONS: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-"""Each dropout seeds the generator itself, so there is no random state to preserve."""
+_CHECKPOINT_OPTIONS: dict[str, Any] = {"use_reentrant": False}
 if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
     # Since version 2.15 torch can pass the results of kept operators through the hooks, and it will
     # by default. Ours are for the input only, which all tensor-parallel ranks have.
@@ -77,6 +76,7 @@ class Recomputation:
         partition: bool,
         in_cpu: bool,
         kept_operators: Sequence[str] = (),
+        keep_generator: bool = False,
     ) -> None:
         """Choose what is kept and where.
 
@@ -86,7 +86,10 @@ class Recomputation:
             in_cpu: Keep it in host memory.
             kept_operators: Keys of `_OPERATORS`. Their results are kept, and everything else is
                 computed again.
+            keep_generator: The random state is that of the forward pass again. Dropout needs it
+                only if attention kernels draw masks of their own.
         """
+        self._keep_generator = keep_generator
         self._kept = [operator for name in kept_operators for operator in _list_operators(name)]
         self._tp = tp
         # With sequence parallelism each rank has only its own slice already.
@@ -96,7 +99,7 @@ class Recomputation:
     def __call__(self, compute: Callable[..., Tensor], x: Tensor, *others: object) -> Tensor:
         """Return compute(x, *others). Of the arguments only `x` needs a gradient and memory."""
         with self._make_hooks():
-            options = dict(_CHECKPOINT_OPTIONS)
+            options = {**_CHECKPOINT_OPTIONS, "preserve_rng_state": self._keep_generator}
             if self._kept:
                 options["context_fn"] = partial(create_selective_checkpoint_contexts, self._kept)
             return checkpoint(compute, x, *others, **options)

@@ -30,7 +30,7 @@ from megatron.parallel.collectives import (
     begin_all_gather,
     begin_reduce_scatter,
 )
-from megatron.parallel.mesh import ContextParallel
+from megatron.parallel.mesh import ContextParallel, TensorParallel
 from megatron.parallel.spmd import declare
 
 
@@ -56,6 +56,32 @@ def take_own(x: Tensor, context: ContextParallel, dim: int) -> Tensor:
     # Both parts are views, so this is one copy.
     parts = list_parts(context.rank, context.size, x.shape[dim])
     return torch.cat([x.narrow(dim, part.start, len(part)) for part in parts], dim)
+
+
+def locate_rows(rows: int, tp: TensorParallel, context: ContextParallel) -> tuple[int, int, int]:
+    """Return where rows of the residual stream are in the sequence.
+
+    Args:
+        rows: The rows that this rank holds: s/c, or s/tc with sequence parallelism.
+        tp: The tensor-parallel ranks.
+        context: The context-parallel ranks.
+
+    Returns:
+        first, step and length. Row i is at the position first + i // length * step + i % length.
+    """
+    before, whole = 0, rows
+    if tp.sequence_parallel:
+        before, whole = tp.rank * rows, tp.size * rows
+    if context.size == 1:
+        return before, 0, rows
+    early, late = list_parts(context.rank, context.size, whole * context.size)
+    if before + rows <= len(early):
+        return early.start + before, 0, rows
+    if before >= len(early):
+        return late.start + before - len(early), 0, rows
+    # The rows are the middle of both parts, so there are equally many of each.
+    first = early.start + before
+    return first, late.start - first, len(early) - before
 
 
 @dataclass(frozen=True)

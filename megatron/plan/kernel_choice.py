@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.config.fields import all_fields
-from megatron.config.kernels import AttentionBackend, KernelsConfig
+from megatron.config.kernels import FUSED_ATTENTION, AttentionBackend, KernelsConfig
 from megatron.config.tree import Config
 from megatron.plan.run_plan import Plan
 
@@ -94,6 +94,8 @@ def explain_refusal(name: str, used: Any, plan: Plan, device: KernelDevice) -> s
     if name == "attention_backend":
         if kernels.use_varlen_attention:
             return "--use-varlen-attention has a kernel of its own"
+        if plan.config.model.attention_dropout > 0 and set(used) & FUSED_ATTENTION:
+            return "its kernels would draw dropout masks that depend on the layout"
         if kernels.deterministic_mode and "fused" in used:
             return "--deterministic-mode leaves out fused"
         if kernels.use_torch_compile and used == ("unfused",):
@@ -154,7 +156,8 @@ def _find_obstacle_of_sums(plan: Plan) -> str | None:
 def _choose_attention_order(config: Config, device: KernelDevice) -> tuple[AttentionBackend, ...]:
     """Return what --attention-backend by-gpu means."""
     kernels = config.kernels
-    if kernels.use_varlen_attention:
+    # Kernels would draw dropout masks that depend on the layout.
+    if kernels.use_varlen_attention or config.model.attention_dropout > 0:
         return _TORCH_ORDER
     order = _ATTENTION_ORDERS.get(device.gpu, _TORCH_ORDER)
     if config.data.reset_attention_mask or kernels.deterministic_mode:

@@ -21,6 +21,7 @@ _ADDED_LATER = {
     "costs",
     "spike_guard",
     "kernels",
+    "dropout_masks",
     "validated_at",
     "base",
     "pending",
@@ -77,6 +78,8 @@ class TrainState:
 
     kernels: dict[str, Any] = field(default_factory=dict)
     """The type of the GPUs, and the kernels in use. See `run/start/kernel_choice.py`."""
+    dropout_masks: str = ""
+    """Name of the formula of dropout masks. See `run/start/earlier_versions.py`."""
     base: str = ""
     """The checkpoint that the run was started from, if it is not in the folder of --save."""
     pending: list[str] = field(default_factory=list)

@@ -12,7 +12,6 @@ from megatron.model.gpt import GPT
 from megatron.model.init import draw_normal_slice
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
-from megatron.parallel.rng import RandomStreams
 
 SIZES = ModelConfig(
     num_layers=3,
@@ -49,7 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def build(config: ModelConfig) -> GPT:
     """Return the model with the same weights for every parametrization."""
-    model = GPT(ModelShape(config, 50, 50), TensorParallel(), RandomStreams(0, torch.device("cpu")))
+    model = GPT(ModelShape(config, 50, 50), TensorParallel())
     for name, parameter in model.named_parameters():
         size = tuple(parameter.shape)
         drawn = draw_normal_slice(3, name, size, (0,) * len(size), size)

@@ -155,7 +155,6 @@ def count_70b(ranks: int, shard_size: int) -> tuple[int, int, int]:
     from megatron.model.execution import Execution
     from megatron.model.gpt import GPT
     from megatron.parallel.mesh import DataSharding, TensorParallel
-    from megatron.parallel.rng import RandomStreams
 
     flags = f"{COMMON} --preset llama2-70b --bf16 --global-batch-size {ranks}"
     plan = resolve(load_config(flags.split()).config, ranks)
@@ -163,11 +162,8 @@ def count_70b(ranks: int, shard_size: int) -> tuple[int, int, int]:
     dist.init_process_group("fake", rank=ranks - 1, world_size=ranks, store=FakeStore())
     mesh = init_device_mesh("cpu", (ranks // shard_size, shard_size), mesh_dim_names=("c", "s"))
     execution = Execution.from_config(plan.config, dynamic_shapes=False)
-    streams = RandomStreams(1, torch.device("cpu"), data_rank=0)
     with torch.device("meta"):
-        model = GPT(
-            plan.shape, TensorParallel(), streams, plan.stages[0], execution, plan.config.loss
-        )
+        model = GPT(plan.shape, TensorParallel(), plan.stages[0], execution, plan.config.loss)
     sizes = [sum(p.numel() for p in block.parameters()) for block in model.blocks.values()]
     ShardedModel(
         model,

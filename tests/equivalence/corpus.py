@@ -38,6 +38,7 @@ VARIATIONS = {
 SIZES = {"ramp": (4, 8), "curriculum": (8,)}
 """The batch sizes of each variation in the first six iterations. All sizes are multiples of 4."""
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 EVALUATED = "--eval-interval 4 --eval-iters 2 --split 80,20,0"
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "openwebtext-100"
 DOCUMENTS = (

@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass
 from itertools import combinations, product
 from pathlib import Path
 
-from equivalence.corpus import DOCUMENTS, GOLDFISH, OPTIMIZERS, SIZES, UNTIED
+from equivalence.corpus import DOCUMENTS, DROPOUT, GOLDFISH, OPTIMIZERS, SIZES, UNTIED
 
 from megatron.schedule.pipeline_schedule import choose_schedule
 
@@ -54,6 +54,7 @@ class Layout:
     """none, or documents: attention, positions and loss end where a sentence ends."""
     goldfish: bool = False
     optimizer: str = "adam"
+    dropout: bool = False
 
     @property
     def copies(self) -> int:
@@ -91,9 +92,12 @@ class Layout:
 
     @property
     def training(self) -> str:
-        """The flags of masks, loss and optimizer, which one process gets too."""
+        """The flags of masks, loss, optimizer and dropout, which one process gets too."""
         masks = DOCUMENTS if self.masks == "documents" else ""
-        return f"{masks} {GOLDFISH if self.goldfish else ''} {OPTIMIZERS.get(self.optimizer, '')}"
+        loss = GOLDFISH if self.goldfish else ""
+        # It follows flags that turn dropout off, and the last one takes effect.
+        dropout = DROPOUT if self.dropout else ""
+        return f"{masks} {loss} {OPTIMIZERS.get(self.optimizer, '')} {dropout}"
 
     @property
     def flags(self) -> str:
@@ -139,6 +143,7 @@ class Layout:
         parts += [self.masks] if self.masks != "none" else []
         parts += ["goldfish"] if self.goldfish else []
         parts += [self.optimizer] if self.optimizer != "adam" else []
+        parts += ["dropout"] if self.dropout else []
         return "-".join(parts)
 
 
@@ -161,9 +166,10 @@ VALUES = {
     "masks": ("none", "documents"),
     "goldfish": (False, True),
     "optimizer": ("adam", *OPTIMIZERS),
+    "dropout": (False, True),
 }
 """The values of each column, in the order of `Layout`'s fields."""
-FREE = ("recompute", "shape", "tied", "masks", "goldfish", "optimizer")
+FREE = ("recompute", "shape", "tied", "masks", "goldfish", "optimizer", "dropout")
 """The columns whose values make sense with all values of the others."""
 
 Combination = tuple[tuple[str, object], ...]

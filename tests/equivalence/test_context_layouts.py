@@ -233,7 +233,6 @@ class Layout:
 A2A = "--cp-comm-type a2a"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
-WITHOUT_DROPOUT = tuple(model for model in MODELS if "dropout" not in model)
 DOCUMENTS = "window, groups, documents"
 ALIBI = "ALiBi, window, documents, curriculum"
 LAYOUTS = [
@@ -271,13 +270,11 @@ LAYOUTS = [
         8,
         f"--context-parallel-size 2 {TP2} {PP2}",
         micro_batch_size=1,
-        models=WITHOUT_DROPOUT,
     ),
     Layout(
         "CP 2, TP 2, uneven PP 2, two samples, a2a",
         8,
         f"--context-parallel-size 2 {TP2} {PP2} {A2A}",
-        models=WITHOUT_DROPOUT,
     ),
     Layout(
         "CP 2, TP 4 without sequence parallelism",
@@ -290,7 +287,6 @@ LAYOUTS = [
         8,
         "--context-parallel-size 4 --sharding-strategy hsdp --hsdp-shard-size 2",
         micro_batch_size=1,
-        models=WITHOUT_DROPOUT,
     ),
     Layout(
         "CP 2, interleaved, recomputation, ZeRO 3",
@@ -299,7 +295,6 @@ LAYOUTS = [
         "--checkpoint-activations --zero-stage 3",
         micro_batch_size=1,
         common="--num-layers 4",
-        models=WITHOUT_DROPOUT,
     ),
     # Batches of 5 and 7 microbatches.
     Layout(

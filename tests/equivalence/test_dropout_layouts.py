@@ -1,14 +1,13 @@
-"""Tests that stages, schedules, recomputation and a resume change no dropout mask.
+"""Tests that runs with dropout repeat bit for bit, and that micro-batch sizes change no mask.
 
-A mask depends on the seed, the iteration, the microbatch, the layer, and the tensor and data
-coordinates.
+`test_layouts.py` compares layouts with dropout with one process.
 """
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from equivalence.corpus import NO_DROPOUT, command, curve, worst
+from equivalence.corpus import DROPOUT, EVALUATED, NO_DROPOUT, Single, command, curve, worst
 from equivalence.layouts import Layout
 from process_pool import ProcessPool, pretrain, succeed
 
@@ -27,9 +26,6 @@ INTERLEAVED = Layout(
     variation="curriculum",
 )
 UNPIPELINED = Layout(2, 1, 2, 1, sequence=False, shape="bloom")
-# A mask depends on the microbatch, so layouts are compared at one micro-batch size. The flag is
-# given twice, and the last one takes effect.
-SIZE = "--micro-batch-size 2"
 
 
 def train(
@@ -41,7 +37,6 @@ def train(
         layout.shape,
         layout.variation,
         layout.flags,
-        SIZE,
         "--check-invariants-interval 0",
         *flags,
     )
@@ -109,27 +104,23 @@ def test_recomputation_changes_no_bit(
     assert len(expected) == 6
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("flat", "deep"),
+    "layout",
     [
-        pytest.param(flat, deep, id=str(deep), marks=pytest.mark.full if full else ())
-        for flat, deep, full in (
-            (Layout(), Layout(pipeline=4, schedule="1F1B"), False),
-            (Layout(2, sequence=True), PIPELINE, True),
-            (Layout(1, 1, 2), Layout(1, 2, 2, schedule="GPipe"), True),
-            (
-                Layout(shape="llama", tied=False),
-                Layout(1, 2, shape="llama", tied=False, schedule="interleaved 1F1B"),
-                True,
-            ),
-        )
-    ],
+        Layout(data=data, sharding=sharding, micro_batch_size=size)
+        for data, sharding in ((1, 1), (2, 1), (4, 2), (4, 3))
+        for size in (1, 2, 4)
+        if data * size <= 4
+    ]
+    + [Layout(tensor, sequence=sequence) for tensor in (2, 4) for sequence in (False, True)],
+    ids=str,
 )
-def test_masks_do_not_depend_on_stages(
-    flat: Layout, deep: Layout, pool: ProcessPool, corpus: str, tmp_path: Path
+def test_masks_do_not_depend_on_the_layout(
+    layout: Layout, pool: ProcessPool, corpus: str, single: Single, tmp_path: Path
 ) -> None:
-    expected = train(pool, corpus, tmp_path / "flat", flat)
-    assert worst(train(pool, corpus, tmp_path / "deep", deep), expected) < BOUND
+    alone = curve(single(layout.shape, layout.tied, layout.variation, DROPOUT))
+    assert worst(train(pool, corpus, tmp_path, layout, DROPOUT, EVALUATED), alone) < BOUND
 
 
 def test_dropout_changes_the_curve(pool: ProcessPool, corpus: str, tmp_path: Path) -> None:

@@ -48,12 +48,13 @@ MODELS = {
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-topk 4 "
     "--moe-router-bias-update-rate 0.01 --moe-router-num-groups 4 --moe-router-group-topk 2 "
     "--moe-router-topk-scaling-factor 2.5 --moe-layer-freq ([0]*1+[1]*2) "
-    "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate "
+    "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate --hidden-dropout 0.1 "
+    "--attention-dropout 0.1 "
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.05",
     # 32 experts for 64 tokens: some have none in most steps.
     "empty experts, goldfish": f"{STEADY} {LLAMA} --num-experts 32 --moe-router-topk 1 "
     "--moe-router-pre-softmax --goldfish-loss --goldfish-k 3 --goldfish-h 5 "
-    "--moe-layer-freq 2 --moe-aux-loss-coeff 0.01",
+    "--moe-layer-freq 2 --moe-router-load-balancing-type none",
 }
 FIRST, GROUPS, EMPTY = MODELS
 MUON = "--optimizer muon --muon-scale-mode unit_rms_norm --muon-fp32-matmul-prec high"

@@ -7,7 +7,6 @@ from megatron.model.gpt import GPT
 from megatron.model.init import initialise
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
-from megatron.parallel.rng import RandomStreams
 
 VOCAB = 101
 
@@ -22,7 +21,7 @@ def build(config: ModelConfig, *, padded: int = 128, seed: int = 7) -> GPT:
     """Build a model on one process, initialised as an engine does it."""
     shape = ModelShape(config, VOCAB, padded)
     with torch.device("meta"):
-        model = GPT(shape, TensorParallel(), RandomStreams(seed, torch.device("cpu")))
+        model = GPT(shape, TensorParallel())
     specs = {name: parameter.spec for name, parameter in model.named_parameters()}  # type: ignore[attr-defined]
     model.to_empty(device="cpu")
     for name, parameter in model.named_parameters():

@@ -23,7 +23,6 @@ from megatron.model import compiling
 from megatron.model.execution import Execution
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Documents, Inputs
-from megatron.parallel.rng import DropoutKey, RandomStreams
 
 LLAMA: dict[str, Any] = {
     "position_embedding_type": "rotary",
@@ -122,9 +121,7 @@ def make_pair(
         eager or Execution(),
         Execution(compile=True, dynamic_shapes=dynamic, **_recompute(eager)),
     ):
-        model = GPT(
-            plain.shape, plain.tp, RandomStreams(7, torch.device("cpu")), execution=execution
-        )
+        model = GPT(plain.shape, plain.tp, execution=execution)
         recompute_blocks(model, execution)
         compile_blocks(model, execution)
         model.load_state_dict(plain.state_dict())
@@ -171,7 +168,7 @@ def step(
     model.zero_grad()
     tokens = some_tokens(length=length, seed=number)
     loss = model(
-        None, Inputs(tokens, tokens, documents=documents, dropout_key=DropoutKey(number, 0))
+        None, Inputs(tokens, tokens, documents=documents, dropout_key=torch.tensor((7, number, 0)))
     )
     loss.backward()
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.model.attention import SelfAttention
+from megatron.model.inputs import START
 from megatron.model.positions import Positions, make_alibi_bias
-from megatron.parallel.rng import DropoutKey
 
 FP16_MAX = 65504.0
 HEADS = 4
@@ -84,7 +84,7 @@ def run(
     module = module.to(x.dtype)
     x = x.clone().requires_grad_()
     with path:
-        out = module(x, positions, DropoutKey(1, 0))
+        out = module(x, positions, START)
         out.float().square().mean().backward()
     assert x.grad is not None
     return out.detach(), x.grad

@@ -8,7 +8,6 @@ from model.builders import VOCAB, build, some_tokens, tiny_config
 from megatron.model.execution import Execution
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
-from megatron.parallel.rng import RandomStreams
 
 SHAPES = {
     "gpt2": {},
@@ -76,9 +75,7 @@ def test_a_residual_stream_in_fp32_is_closer_to_fp32(dtype: torch.dtype) -> None
     distances = []
     for fp32_residual in (True, False):
         execution = Execution(dtype=dtype, fp32_residual=fp32_residual)
-        model = GPT(
-            exact.shape, exact.tp, RandomStreams(7, torch.device("cpu")), execution=execution
-        )
+        model = GPT(exact.shape, exact.tp, execution=execution)
         model.load_state_dict(exact.state_dict())
         difference = model.to(dtype).compute_logits(tokens) - exact.compute_logits(tokens)
         distances.append(difference.abs().mean().item())

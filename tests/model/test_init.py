@@ -15,7 +15,6 @@ from megatron.model.partition import Stage
 from megatron.model.shape import ModelShape
 from megatron.parallel.layers import Init, ParameterSpec
 from megatron.parallel.mesh import TensorParallel
-from megatron.parallel.rng import RandomStreams
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt": {},
@@ -73,7 +72,6 @@ def read_table() -> dict[str, tuple[Init, str]]:
 def collect_specs(shape_name: str) -> dict[str, ParameterSpec]:
     """Return the specs of a model, also of a tied output matrix on a stage of its own."""
     shape = ModelShape(tiny_config(**SHAPES[shape_name]), VOCAB, 128)
-    streams = RandomStreams(7, torch.device("cpu"))
     specs: dict[str, ParameterSpec] = {}
     stages = (
         Stage(0, range(1), first=True, last=False),
@@ -81,7 +79,7 @@ def collect_specs(shape_name: str) -> dict[str, ParameterSpec]:
     )
     for stage in stages:
         with torch.device("meta"):
-            model = GPT(shape, TensorParallel(), streams, stage)
+            model = GPT(shape, TensorParallel(), stage)
         specs |= {name: p.spec for name, p in model.named_parameters()}  # type: ignore[attr-defined]
     return specs
 

@@ -29,7 +29,6 @@ from megatron.model.packed_attention import (
 )
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
-from megatron.parallel.rng import RandomStreams
 
 CPU = torch.device("cpu")
 EXACT: dict[str, Any] = {"dtype": torch.float64, "requires_grad": True}
@@ -99,7 +98,7 @@ def test_results_and_gradients_equal_masked_attention(
 
 
 def build(shape: ModelShape, execution: Execution) -> GPT:
-    model = GPT(shape, TensorParallel(), RandomStreams(7, CPU), execution=execution)
+    model = GPT(shape, TensorParallel(), execution=execution)
     for name, parameter in model.named_parameters():
         spec = parameter.spec  # type: ignore[attr-defined]
         parameter.data.zero_()

@@ -20,7 +20,6 @@ from megatron.model.partition import partition
 from megatron.model.recompute import Recomputation
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
-from megatron.parallel.rng import RandomStreams
 
 
 def run_block(partition: bool) -> tuple[Tensor, Tensor, bool]:
@@ -92,11 +91,10 @@ def test_the_recomputed_layers_do_not_depend_on_the_stages(
         pp_partition_method=method,
         num_layers_per_virtual_pipeline_stage=per_virtual,
     )
-    streams = RandomStreams(7, torch.device("cpu"))
     found = []
     with torch.device("meta"):
         for stage in partition(shape, parallel):
-            model = GPT(shape, TensorParallel(), streams, stage, execution)
+            model = GPT(shape, TensorParallel(), stage, execution)
             recompute_blocks(model, execution)
             found += [i + 1 for i, block in model.get_blocks().items() if block.recomputation]
     assert found == recomputed

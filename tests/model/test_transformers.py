@@ -30,7 +30,6 @@ from megatron.model.shape import ModelShape
 from megatron.parallel.grid import Grid
 from megatron.parallel.mesh import ExpertParallel, TensorParallel, build_mesh
 from megatron.parallel.rendezvous import start_process_group
-from megatron.parallel.rng import RandomStreams
 
 pytest.importorskip("transformers")
 BOUND = 1e-5
@@ -53,7 +52,7 @@ def build_model(
 ) -> GPT:
     config = tiny_config(num_layers=LAYERS, seq_length=LENGTH, **changes)
     shape = ModelShape(config, VOCAB, PADDED)
-    return GPT(shape, tp, RandomStreams(7, torch.device("cpu")), ranks=ranks)
+    return GPT(shape, tp, ranks=ranks)
 
 
 def list_parameters(family: Family) -> list[str]:

@@ -8,7 +8,6 @@ from process_pool import ProcessPool, succeed
 from megatron.base.errors import LayoutError
 from megatron.parallel.grid import Grid, GridCoordinate
 from megatron.parallel.rendezvous import choose_device, start_process_group
-from megatron.parallel.rng import mix
 
 
 def test_ranks_and_coordinates_match() -> None:
@@ -30,12 +29,6 @@ def test_nccl_without_gpus_is_refused() -> None:
         pytest.skip("this machine has a GPU")
     with pytest.raises(LayoutError, match="--distributed-backend gloo"):
         start_process_group("nccl", 1)
-
-
-def test_mix_has_few_collisions() -> None:
-    values = {mix(a, b) & 0xFFFFFFFF for a in range(100) for b in range(100)}
-    assert len(values) > 9990
-    assert mix(1, 2) != mix(2, 1)
 
 
 def join(tensor: int, sequence_parallel: bool):

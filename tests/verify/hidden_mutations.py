@@ -1,4 +1,4 @@
-"""Known errors of state, of shards and of dropout that a small copy may hide."""
+"""Known errors of state and of shards that a small copy may hide."""
 
 import dataclasses
 import os
@@ -83,12 +83,6 @@ def omit_third_shard_in_norm() -> None:
     wrap(NativeEngine, "_list_counted", make)
 
 
-def draw_masks_of_next_microbatch() -> None:
-    from megatron.engine import base
-
-    wrap(base, "DropoutKey", lambda make: lambda iteration, number: make(iteration, number + 1))
-
-
 HIDDEN_MUTATIONS = [
     Mutation(
         "Muon scales the rows of each shard as those of the first one",
@@ -105,15 +99,6 @@ HIDDEN_MUTATIONS = [
         NO_DROPOUT,
         4,
         omit_third_shard_in_norm,
-    ),
-    Mutation(
-        "dropout has the key of the next microbatch",
-        "allenai/OLMo-core#828",
-        "",
-        2,
-        draw_masks_of_next_microbatch,
-        caught_by="loss",
-        first="forward pass, output of embedding on rank 0",
     ),
     Mutation(
         "a dropped step counts in the bias correction of the last stage",

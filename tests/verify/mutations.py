@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from verify.context_mutations import CONTEXT_MUTATIONS
+from verify.dropout_mutations import DROPOUT_MUTATIONS
 from verify.expert_mutations import EXPERT_MUTATIONS
 from verify.float8_mutations import FLOAT8_MUTATIONS
 from verify.hidden_mutations import HIDDEN_MUTATIONS
@@ -249,40 +250,7 @@ def normalise_over_own_heads() -> None:
     wrap(norm, "reduce_from_tensor_parallel", lambda _: lambda x, tp: x * tp.size)
 
 
-# -- dropout and initialisation --------------------------------------------------------------------
-
-
-def draw_equal_masks_on_tensor_ranks() -> None:
-    from megatron.parallel.rng import RandomStreams
-
-    def make(build: Any) -> Any:
-        def build_equal(streams: Any, *args: Any, **kwargs: Any) -> None:
-            if "tensor_parallel" in kwargs:
-                first = dataclasses.replace(kwargs["tensor_parallel"], rank=0)
-                kwargs["tensor_parallel"] = first
-            build(streams, *args, **kwargs)
-
-        return build_equal
-
-    wrap(RandomStreams, "__init__", make)
-
-
-def draw_other_masks_in_recomputation() -> None:
-    from megatron.model.block import Block
-
-    seen = set()
-
-    def make(compute: Any) -> Any:
-        def compute_with_new_masks(block: Any, x: Any, positions: Any, key: Any) -> Any:
-            call = (id(block), key)
-            if call in seen:
-                key = key._replace(iteration=key.iteration + 1000)
-            seen.add(call)
-            return compute(block, x, positions, key)
-
-        return compute_with_new_masks
-
-    wrap(Block, "_compute", make)
+# -- initialisation --------------------------------------------------------------------------------
 
 
 def initialise_chunks_equally() -> None:
@@ -698,21 +666,6 @@ MUTATIONS = [
         caught_by="loss",
     ),
     Mutation(
-        "tensor ranks draw equal masks for different heads",
-        "PaddlePaddle/PaddleFleetX#1005",
-        TP,
-        2,
-        draw_equal_masks_on_tensor_ranks,
-        caught_by="loss",
-    ),
-    Mutation(
-        "the recomputation draws other dropout masks",
-        "allenai/OLMo-core#828",
-        "--checkpoint-activations",
-        1,
-        draw_other_masks_in_recomputation,
-    ),
-    Mutation(
         "interleaved stages start from equal weights",
         "pytorch/pytorch#139304",
         f"{PP} --num-layers-per-virtual-pipeline-stage 1 {NO_DROPOUT}",
@@ -856,6 +809,7 @@ MUTATIONS = [
         caught_by="learning rate",
     ),
     *CONTEXT_MUTATIONS,
+    *DROPOUT_MUTATIONS,
     *PARAMETRIZATION_MUTATIONS,
     *EXPERT_MUTATIONS,
     *FLOAT8_MUTATIONS,

@@ -65,6 +65,7 @@ def describe_software(plan: Plan, hardware: Hardware) -> Software:
         cudnn=kernels.attention_backend[:1] == ("fused",),
         gradient_bytes=2 if config.parallel.grad_reduce_in_bf16 else 4,
         dropout=config.model.hidden_dropout > 0,
+        attends_in_blocks=config.model.attention_dropout > 0 and not kernels.names_fused_attention,
         half=half,
         fp16=config.precision.fp16,
         float8=_describe_float8(config, hardware),

@@ -36,7 +36,7 @@ _EPS = 1e-20
 BALANCE = ".mlp.router.balance"
 """End of the name of a bias of balancing in checkpoints."""
 LOSSES = 3
-"""Numbers of `Router.sums`: the balancing loss, the z-loss, and the entropy of the router."""
+"""First numbers of `Router.sums`: the balancing loss, the z-loss, and the entropy."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,8 @@ class Router(nn.Module):
         self.counts = torch.empty(0)
         """How often this rank's tokens of the step have chosen each expert, fp64[E]."""
         self.sums = torch.empty(0)
-        """Sums of this rank over its microbatches of the step, fp64[LOSSES]."""
+        """Sums of this rank over its microbatches of the step, fp64[LOSSES + E]. The last E numbers
+        are the sums of the scores of its tokens."""
 
     def allocate(self, device: torch.device) -> None:
         """Create what is no parameter, filled with zeros.
@@ -204,7 +205,7 @@ class Router(nn.Module):
         if self._config.moe_router_enable_expert_bias:
             self.balance = torch.zeros(self.experts, device=device)
         self.counts = torch.zeros(self.experts, dtype=torch.float64, device=device)
-        self.sums = torch.zeros(LOSSES, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(LOSSES + self.experts, dtype=torch.float64, device=device)
 
     def begin_step(self) -> None:
         """Forget the counts of the step before."""
@@ -293,7 +294,8 @@ class Router(nn.Module):
         """Add a microbatch to the counts and sums of the step."""
         self.counts += count_choices(experts, self.experts)
         entropy = torch.special.entr(scores).sum() / tokens
-        self.sums += torch.stack((balancing, z_loss, entropy))
+        losses = torch.stack((balancing, z_loss, entropy))
+        self.sums += torch.cat((losses, scores.sum(dim=0)))
 
     def _find_sequences(self, n: int, first: int, routing: Routing) -> Tensor:
         """Return 1 where a token is of a sequence, [sequences, n].

@@ -92,6 +92,17 @@ def check_attention_backend(settings: ConfigWithOrigin) -> Iterator[Finding]:
         )
 
 
+def warn_about_masks_of_kernels(settings: ConfigWithOrigin) -> Iterator[Finding]:
+    """Warn if attention kernels draw masks of their own."""
+    config = settings.config
+    if config.kernels.names_fused_attention and config.model.attention_dropout > 0:
+        yield warning(
+            f"{settings.describe('kernels.attention_backend')}: its kernels draw the masks of "
+            f"{settings.describe('model.attention_dropout')} by themselves, so numbers depend on "
+            "the layout. Leave it out for the same masks on every layout, which is slower."
+        )
+
+
 def check_varlen_attention(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Check that the kernel of --use-varlen-attention can compute this model."""
     if not settings.config.kernels.use_varlen_attention:

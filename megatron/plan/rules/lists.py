@@ -313,6 +313,7 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         "precision.num_layers_at_end_in_bf16",
     ),
     if_given(outputs.warn_layer_statistics_without_file, "logging.log_layer_stats_interval"),
+    if_given(kernels.warn_about_masks_of_kernels, "kernels.attention_backend"),
     if_given(kernels.warn_fusion_with_shared_groups, "kernels.gradient_accumulation_fusion"),
     if_given(kernels.warn_float8_after_the_end, "precision.fp8_format"),
 )

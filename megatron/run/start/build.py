@@ -36,6 +36,7 @@ from megatron.run.parts import Exporter, Parts
 from megatron.run.report import Reporter
 from megatron.run.run import Run
 from megatron.run.start.data_files import DataFiles
+from megatron.run.start.earlier_versions import keep_earlier_choices
 from megatron.run.start.job import Job, confirm_job
 from megatron.run.start.kernel_choice import choose_run_kernels
 from megatron.run.start.launch import Launch
@@ -261,8 +262,10 @@ def start_run(
         if saver is not None:
             before_update = saver.wait_for_copy
         kind = parts.engine or NATIVE
-        saved = None if job.checkpoint is None else job.checkpoint.read_config().kernels
-        plan = choose_run_kernels(job.plan, job.state, saved, ranks, mesh.device, kind, log)
+        saved = None if job.checkpoint is None else job.checkpoint.read_config()
+        plan = keep_earlier_choices(job.plan, job.state, saved, log)
+        kernels = None if saved is None else saved.kernels
+        plan = choose_run_kernels(plan, job.state, kernels, ranks, mesh.device, kind, log)
         engine = build_engine(plan, mesh, timers, before_update, kind)
         if job.checkpoint is None:
             wrong = None

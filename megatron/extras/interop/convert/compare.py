@@ -25,7 +25,6 @@ from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
-from megatron.parallel.rng import RandomStreams
 
 BOUND = 1e-4
 """Largest difference, relative to the standard deviation of what is compared."""
@@ -350,7 +349,6 @@ def _build_model(model: ModelConfig, vocab_size: int) -> GPT:
         built = GPT(
             ModelShape(model, vocab_size, vocab_size),
             TensorParallel(),
-            RandomStreams(0, torch.device("cpu")),
         )
     return built.to_empty(device="cpu").float().eval()
 

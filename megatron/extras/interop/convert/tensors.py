@@ -11,7 +11,6 @@ from megatron.extras.interop.convert.architectures import Architecture
 from megatron.model.gpt import GPT
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
-from megatron.parallel.rng import RandomStreams
 
 _BLOCKS = "blocks."
 _QKV = "attention.qkv"
@@ -70,7 +69,7 @@ class TensorPair:
 def list_our_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Return name and global shape of each parameter of the complete model."""
     with torch.device("meta"):
-        model = GPT(shape, TensorParallel(), RandomStreams(0, torch.device("cpu")))
+        model = GPT(shape, TensorParallel())
     return {
         name: parameter.spec.shape  # type: ignore[attr-defined]
         for name, parameter in model.named_parameters()

@@ -374,6 +374,7 @@ class LayerTimes:
                 flash=self._software.flash,
                 windowed=windowed,
                 cudnn=self._software.cudnn,
+                in_blocks=self._software.attends_in_blocks,
             )
         if self._software.flash:
             return "flash"
@@ -464,7 +465,8 @@ class LayerTimes:
             # A norm is computed with the sum before it, and twice in the backward pass.
             size = _COMPILED * (20 * h + sums - 12 * h)
         if software.dropout:
-            size += operators * 5 * h
+            # A kernel adds as well, and computes the mask again in the backward pass.
+            size += operators * (5 if software.compiled else 4) * h
         # With sequence parallelism, ranks share it.
         size /= self._layout.tensor**self._layout.sequence_parallel
         if config.qk_norm is not None:

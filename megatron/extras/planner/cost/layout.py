@@ -206,7 +206,10 @@ class Software:
     """Bytes of memory traffic that add a parameter's gradient to the sum over microbatches, without
     those of the matrix product. If tensors are counted, `cost.parameter_traffic` counts it."""
     dropout: bool = True
-    """Whether the layers have dropout, which writes masks."""
+    """Whether the layers have dropout. Other trainers write masks for it."""
+    attends_in_blocks: bool = False
+    """Whether attention has dropout whose masks are the same on every layout. It is computed for
+    some queries at a time, without a kernel."""
     half: bool = True
     """Whether it computes in bf16 or fp16. Otherwise in fp32, at half the rate or less."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -36,6 +36,7 @@ def choose_kernel(
     flash: bool = True,
     windowed: bool = False,
     cudnn: bool = False,
+    in_blocks: bool = False,
 ) -> Kernel:
     """Return the attention kernel that torch chooses on a GPU.
 
@@ -45,7 +46,10 @@ def choose_kernel(
         flash: Whether the GPU has a flash kernel.
         windowed: Whether the layer has a sliding window that is shorter than the sequence.
         cudnn: Whether cuDNN's kernel is the first choice.
+        in_blocks: See `Software`.
     """
+    if in_blocks:
+        return "none"
     biased = windowed or shape.config.position_embedding_type == "alibi"
     if flash and half and (cudnn or not biased):
         return "flash"
@@ -219,6 +223,7 @@ class _Tensors:
         self._fused_projection = self._fused and shape.query_groups >= layout.tensor
         self._sequence_parallel = layout.sequence_parallel
         self._t = layout.tensor
+        self._in_blocks = software.attends_in_blocks
         self._heads = config.num_attention_heads // layout.tensor
         self._samples = layout.micro_batch
         # Tokens of this rank. Context-parallel ranks share the sequence.
@@ -236,6 +241,7 @@ class _Tensors:
             flash=software.flash,
             windowed=windowed,
             cudnn=software.cudnn,
+            in_blocks=software.attends_in_blocks,
         )
         # Several ranks share a query group if there are fewer groups than ranks.
         groups = max(1, shape.query_groups // layout.tensor)
@@ -254,7 +260,8 @@ class _Tensors:
         self._gathered = self.whole if layout.sequence_parallel else 0.0
         self._mask = self._dropped = 0.0
         if config.hidden_dropout:
-            self._mask = self._tokens * config.hidden_size / share
+            # A kernel computes the mask again. A compiled graph keeps it.
+            self._mask = software.compiled * self._tokens * config.hidden_size / share
             self._dropped = self._n
         self._halves = 1
         if config.glu_activation is not None:
@@ -299,7 +306,7 @@ class _Tensors:
         """Queries, keys and values, and the forms of them that the kernel reads."""
         if self._context > 1 and not self._selective:
             return self._shared
-        copied = self._kernel == "none" and not self._selective
+        copied = self._kernel == "none" and not self._selective and not self._in_blocks
         if copied and self._config.qk_norm is None:
             # The core keeps copies of all three.
             return 0.0
@@ -368,10 +375,13 @@ class _Tensors:
             return 4 * rows
         # Without a kernel, torch computes in fp32 for half precision too.
         square = rows * self._config.seq_length
+        if self._in_blocks:
+            # Keys and values are copied for each query head. Of several blocks, nothing is kept,
+            # and one block keeps its probabilities, and what dropout leaves of them.
+            grouped = self._shape.query_groups < self._config.num_attention_heads
+            one = 4 * square <= LOGIT_CHUNK_BYTES
+            return 2 * self._q * grouped + one * (4 + self.value) * square
         probabilities = 4 * square
-        if self._config.attention_dropout:
-            # What dropout leaves of them, and its mask.
-            probabilities += 5 * square
         # Scaled queries, and scaled keys and values of which each query head has a copy.
         return probabilities + 3 * self._q * 4 / self.value
 
@@ -595,6 +605,8 @@ class _Tensors:
         if self._kernel == "none":
             # Gradients of the probabilities and of the logits.
             both = 2 * 4 * self._heads * self._tokens * self._config.seq_length
+            if self._in_blocks:
+                both = min(both, 4 * LOGIT_CHUNK_BYTES)
             yield both, both
         if self._context > 1:
             # Gradients of what was received, before they are sent.

@@ -169,7 +169,7 @@ def build_rank(plan: Plan, rank: int) -> FakeRank:
         before_update=lambda: _label_gradients(built[0]),
         # Drawing billions of numbers would take minutes, and fake tensors could not hold them.
         initialise=lambda *arguments: None,
-        operators=build_operators(plan.config.kernels),
+        operators=build_operators(plan.config.kernels, has_dropout=plan.config.model.has_dropout),
     )
     built.append(FakeRank(plan, mesh, timers, engine, gpu))
     _label_state(built[0])

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.engine.parallelize import RankStage
 from megatron.extras.planner.types.axes import LETTERS, Axis, Offsets, list_offsets, use_axes
 from megatron.model import goldfish
+from megatron.model.dropout import Dropout
 from megatron.model.experts.routing import list_routers
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
@@ -226,7 +227,12 @@ class ForwardTypes:
             _set_type(table, self._make_type("R", "R"))
             return table
 
+        def drop(dropout: Dropout, x: Tensor, residual: Tensor | None, *rest: Any) -> Tensor:
+            # Masks are trusted, and a factor has the same types.
+            return 2.0 * x if residual is None else residual + 2.0 * x
+
         with ExitStack() as stack:
+            stack.enter_context(patch.object(Dropout, "drop", drop))
             stack.enter_context(patch.dict(RAW_DIST_RULES, rules))
             stack.enter_context(patch.object(goldfish, "_make_table", make_table))
             stack.enter_context(patch.object(GPT, "forward", forward))

@@ -549,7 +549,7 @@ def _list_features(plan: Plan) -> list[str]:
         "a mixture of data sets": len(config.data.data_path) > 2,
         "streamed data": config.data.dataset_format,
         "masked tokens": plan.can_mask_tokens(training=True),
-        "dropout": max(model.hidden_dropout, model.attention_dropout) > 0,
+        "dropout": model.has_dropout,
         "recomputation of layers": config.recompute.checkpoint_activations,
         "recomputation of attention cores": config.recompute.recompute_attention_core,
         "a length of the run in time": plan.train_seconds,
@@ -579,8 +579,7 @@ def use_own_precision(reduction: Reduction, original: Config) -> Config | None:
 
     None too with experts. Rounding turns some choices around, and the runs would not be comparable.
 
-    Dropout is off, because its masks depend on the micro-batch size, which the one-process runs
-    change. The loss is the mean over a step for the same reason.
+    The loss is the mean over a step, because the one-process runs have another micro-batch size.
     """
     precision = original.precision
     if not has_own_precision(precision) or original.model.num_experts is not None:
@@ -592,8 +591,6 @@ def use_own_precision(reduction: Reduction, original: Config) -> Config | None:
     # The format, the residual stream and the loss scale.
     names += [name for name in run if name.startswith("precision.")]
     values = {name: run[name] for name in names} | {
-        "model.hidden_dropout": 0.0,
-        "model.attention_dropout": 0.0,
         "loss.loss_mean": "step",
         # A loss scale of 2^32 would drop all steps that are compared.
         "precision.initial_loss_scale": min(precision.initial_loss_scale, 2.0**10),

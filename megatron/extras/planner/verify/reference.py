@@ -10,7 +10,7 @@
 | loss, z-loss      | `model/loss.py`, fused and sharded    | torch's cross entropy             |
 | losses of experts | `model/experts/routing.py`            | formulas of `reference_experts`   |
 | recomputation     | as configured                         | none                              |
-| dropout masks     | drawn for each slice                  | the same keys, drawn one by one   |
+| dropout masks     | `parallel/rng.py`, for each slice     | formulas of `reference_dropout`   |
 | norm and clipping | sums over ranks                       | a sum over parameters             |
 | optimizer         | `engine/optimizer.py` and others      | torch's AdamW, or formulas        |
 | resume            | at step 2                             | none                              |
@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from megatron.config.batch import BatchConfig
 from megatron.config.model import ModelConfig
 from megatron.extras.planner.verify.reduction import COMPARED, DROPPED, EOD, use_one_process
-from megatron.extras.planner.verify.reference_dropout import use_masks_of_layout
+from megatron.extras.planner.verify.reference_dropout import use_masks
 from megatron.extras.planner.verify.reference_experts import ReferenceExperts, leave_out_losses
 from megatron.extras.planner.verify.reference_optimizer import (
     Moments,
@@ -49,7 +49,6 @@ from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
-from megatron.parallel.rng import DropoutKey, RandomStreams
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
 
@@ -94,7 +93,7 @@ def run_reference(plan: Plan, samples: Tensor) -> ReferenceRun:
     model = _build_model(alone)
     parameters = dict(model.named_parameters())
     optimizer = ReferenceOptimizer(parameters, config.optimizer, alone.shape)
-    masks = use_masks_of_layout(model, plan)
+    masks = use_masks(model, plan)
     experts = ReferenceExperts(model, config)
     run = ReferenceRun(_copy(parameters) | experts.copy_biases())
     consumed = 0
@@ -104,14 +103,12 @@ def run_reference(plan: Plan, samples: Tensor) -> ReferenceRun:
         length = plan.get_seq_length(iteration)
         # Samples are read once and in order, for any number of ranks.
         batch = samples[consumed : consumed + size]
-        inputs = _build_inputs(batch, length, iteration, config.data)
+        inputs = _build_inputs(batch, length, config.data)
         decoupled = None
         if schedule.decoupled is not None:
             decoupled = schedule.decoupled.get_lr(*position)
         rates = schedule.get_lr(*position), decoupled
-        # The seeds of dropout contain the iteration.
         masks.iteration = iteration
-        masks.size = size
         trace = ActivationTrace()
         with trace.attach([model]), experts.watch():
             loss = _compute_loss(model, inputs, plan, alone.shape.vocab_size)
@@ -148,9 +145,8 @@ def run_reference(plan: Plan, samples: Tensor) -> ReferenceRun:
 def _build_model(alone: Plan) -> GPT:
     """Return the complete model with its initial weights."""
     seed = alone.config.batch.seed
-    streams = RandomStreams(seed, torch.device("cpu"))
     loss = leave_out_losses(alone.config.loss)
-    model = GPT(alone.shape, TensorParallel(), streams, loss=loss)
+    model = GPT(alone.shape, TensorParallel(), loss=loss)
     for name, parameter in model.named_parameters():
         size = parameter.spec.shape  # type: ignore[attr-defined]
         # The rows that only pad the vocabulary stay zero.
@@ -230,7 +226,7 @@ def compute_batch_size(batch: BatchConfig, consumed: int) -> int:
     return batch.global_batch_size
 
 
-def _build_inputs(batch: Tensor, length: int, iteration: int, data: Any) -> Inputs:
+def _build_inputs(batch: Tensor, length: int, data: Any) -> Inputs:
     """Return the inputs of one microbatch with all samples [B, s + 1], shortened to a length."""
     tokens = batch[:, :length]
     documents = []
@@ -247,7 +243,6 @@ def _build_inputs(batch: Tensor, length: int, iteration: int, data: Any) -> Inpu
         (tokens != EOD).float() if data.eod_mask_loss else None,
         positions if data.reset_position_ids else None,
         tuple(documents) if data.reset_attention_mask else None,
-        DropoutKey(iteration, 0),
     )
 
 

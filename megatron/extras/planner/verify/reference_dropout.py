@@ -1,24 +1,29 @@
-"""Dropout of the reference: the masks of the copy's layout, drawn in one process.
+"""Dropout of the reference: masks by formulas of its own, for complete activations.
 
-A mask belongs to a microbatch, a data-parallel rank and, where activations are sharded, a
-tensor-parallel rank (`parallel/rng.py`). The reference has the complete activation. It draws the
-mask of each slice with the key of the rank that holds the slice in the copy.
+The formulas are those of `parallel/rng.py`. Nothing of it is used here, so a wrong number of a
+site, of a row or of a sample gives other masks than in the run.
 """
 
+import math
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.model.attention import SelfAttention
-from megatron.model.attention_core import attend, attend_by_document
 from megatron.model.gpt import GPT
 from megatron.model.positions import Positions
-from megatron.parallel.rng import mix
 from megatron.plan.run_plan import Plan
+
+_FACTORS = 0xD2E7470EE14C6C93, 0xCA5A826395121157
+_WEYL = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
 
 
 def list_microbatches(plan: Plan, size: int) -> Iterator[tuple[int, int, slice]]:
@@ -34,35 +39,58 @@ def list_microbatches(plan: Plan, size: int) -> Iterator[tuple[int, int, slice]]
         yield microbatch, data, slice(start, start + micro)
 
 
-class LayoutMasks:
-    """Draws the masks of a layout.
+def compute_philox(counter: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
+    """Return the blocks of Philox 4x64-10 of counters [..., 4], with the key (seed, 0).
 
-    Set `iteration`, and `size`, the samples of the batch, before a step.
+    Source: https://doi.org/10.1145/2063384.2063405, section 4.3.
     """
+    a, b, c, d = np.moveaxis(counter, -1, 0)
+    for turn in range(10):
+        keys = [(k + turn * step) % 2**64 for k, step in zip((seed, 0), _WEYL, strict=True)]
+        high_a, low_a = _multiply(a, _FACTORS[0])
+        high_c, low_c = _multiply(c, _FACTORS[1])
+        a, b, c, d = high_c ^ b ^ np.uint64(keys[0]), low_c, high_a ^ d ^ np.uint64(keys[1]), low_a
+    return np.stack((a, b, c, d), axis=-1)
 
-    def __init__(self, plan: Plan) -> None:
-        """Create the masks of a copy's plan."""
-        self._plan = plan
+
+def _multiply(x: NDArray[np.uint64], factor: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Return the high and the low 64 bits of x * factor."""
+    high, low = np.uint64(factor >> 32), np.uint64(factor & 0xFFFFFFFF)
+    # Each of these has less than 64 bits.
+    bottom = (x & _LOW) * low
+    middle = (x >> _HALF) * low + (bottom >> _HALF)
+    cross = (x & _LOW) * high + (middle & _LOW)
+    return (x >> _HALF) * high + (middle >> _HALF) + (cross >> _HALF), x * np.uint64(factor)
+
+
+class ReferenceMasks:
+    """Draws masks for complete activations. Set `iteration` before a step."""
+
+    def __init__(self, seed: int, length: int) -> None:
+        """Create the masks of a run with a seed and a --seq-length."""
+        self._seed = seed
+        self._length = length
         self.iteration = 0
-        self.size = 0
 
-    def _seed(self, site: int, microbatch: int, data: int, tensor: int) -> None:
-        key = (self._plan.config.batch.seed, self.iteration, microbatch, site, data, tensor)
-        torch.default_generator.manual_seed(mix(*key) & 0xFFFFFFFF)
+    def draw(self, site: int, rows: NDArray[np.int64], width: int, samples: int) -> Tensor:
+        """Return the numbers in [0, 2^16) of the elements, [samples, *rows.shape, width]."""
+        blocks = -(-width // 16)
+        counter = np.empty((samples, *rows.shape, blocks, 4), dtype=np.uint64)
+        counter[..., 0] = rows[..., None] * blocks + np.arange(1, blocks + 1)
+        counter[..., 1] = site
+        counter[..., 2] = np.arange(samples).reshape(-1, *[1] * (rows.ndim + 1))
+        counter[..., 3] = self.iteration
+        words = compute_philox(counter, self._seed)[..., None]
+        numbers = words >> np.arange(0, 64, 16, dtype=np.uint64) & np.uint64(0xFFFF)
+        numbers = numbers.reshape(*counter.shape[:-2], 16 * blocks)[..., :width]
+        return torch.from_numpy(numbers.astype(np.int64))
 
-    def drop(self, x: Tensor, p: float, site: int) -> Tensor:
-        """Apply the dropout of the residual stream, [s, B, h]."""
-        parallel = self._plan.config.parallel
-        # Without sequence parallelism, all tensor-parallel ranks draw the same mask.
-        parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-        mask = torch.empty_like(x)
-        for microbatch, data, samples in list_microbatches(self._plan, self.size):
-            for rank, part in enumerate(mask[:, samples].chunk(parts)):
-                # The key 0 is for activations that all tensor-parallel ranks hold.
-                self._seed(site, microbatch, data, rank + 1 if parts > 1 else 0)
-                # The shape is that of the rank's slice. Another one would give other numbers.
-                part.copy_(F.dropout(torch.ones(part.shape), p))
-        return x * mask
+    def drop(self, x: Tensor, key: Tensor, residual: Tensor | None, p: float, site: int) -> Tensor:
+        """Return residual + dropout(x) for the residual stream, [s, B, h]."""
+        length, samples, width = x.shape
+        numbers = self.draw(site, np.arange(length), width, samples).transpose(0, 1)
+        out = x * _keep(numbers, p)
+        return out if residual is None else residual + out
 
     def attend(
         self,
@@ -75,44 +103,37 @@ class LayoutMasks:
         positions: Positions,
         _: object,
     ) -> Tensor:
-        """Return attention [B, n, s, d], computed for each slice with the mask of its rank."""
+        """Return attention, [B, n, s, d], from the scores of all pairs of positions."""
+        samples, heads, length, width = query.shape
+        key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
+        logits = query @ key.transpose(2, 3) / math.sqrt(width)
         bias = attention._select_bias(positions)
-        documents = positions.documents
-        tensor_size = self._plan.config.parallel.tensor_model_parallel_size
-        # Attention is always sharded by heads.
-        heads = query.shape[1] // tensor_size
-        groups = key.shape[1]
-        out = []
-        for microbatch, data, samples in list_microbatches(self._plan, self.size):
-            row = []
-            for rank in range(tensor_size):
-                # Ranks share a group if there are fewer groups than ranks.
-                first = rank * groups // tensor_size
-                own = slice(first, max((rank + 1) * groups // tensor_size, first + 1))
-                part = slice(rank * heads, (rank + 1) * heads)
-                local_bias = bias
-                if bias is not None and bias.shape[1] > 1:
-                    local_bias = bias[:, part]
-                q, k, v = query[samples, part], key[samples, own], value[samples, own]
-                self._seed(site, microbatch, data, rank + 1)
-                if documents is None:
-                    row.append(attend(q, k, v, local_bias, p))
-                else:
-                    bounds = documents[samples]
-                    row.append(attend_by_document(q, k, v, local_bias, bounds, p))
-            out.append(torch.cat(row, dim=1))
-        return torch.cat(out)
+        if bias is not None:
+            logits = logits + bias
+        seen = torch.ones((samples, 1, length, length), dtype=torch.bool).tril()
+        for sample, bounds in enumerate(positions.documents or ()):
+            for begin, end in pairwise(bounds):
+                seen[sample, :, begin:end, :begin] = False
+        rows = np.arange(heads)[:, None] * self._length + np.arange(length)
+        kept = _keep(self.draw(site, rows, self._length, samples)[..., :length], p)
+        return (logits.masked_fill(~seen, -math.inf).softmax(dim=3) * kept) @ value
 
 
-def use_masks_of_layout(model: GPT, plan: Plan) -> LayoutMasks:
-    """Let the complete model draw the dropout masks that the ranks of a layout draw.
+def _keep(numbers: Tensor, p: float) -> Tensor:
+    """Return the factors of dropout, from numbers in [0, 2^16)."""
+    threshold = round(p * 2**16)
+    return (numbers >= threshold) * (2**16 / (2**16 - threshold))
+
+
+def use_masks(model: GPT, plan: Plan) -> ReferenceMasks:
+    """Let the complete model use the masks of the reference.
 
     Args:
         model: The reference's model.
         plan: The plan of the copy.
     """
-    masks = LayoutMasks(plan)
     config = plan.config.model
+    masks = ReferenceMasks(plan.config.batch.seed, config.seq_length)
     hidden = config.hidden_dropout
     if hidden > 0:
         assert model.embedding is not None, "the model is complete"
@@ -129,5 +150,5 @@ def use_masks_of_layout(model: GPT, plan: Plan) -> LayoutMasks:
     return masks
 
 
-def _replace_forward(dropout: Any, masks: LayoutMasks, p: float, site: int) -> None:
-    dropout.forward = lambda x, key: masks.drop(x, p, site)
+def _replace_forward(dropout: Any, masks: ReferenceMasks, p: float, site: int) -> None:
+    dropout.forward = lambda x, key, residual=None: masks.drop(x, key, residual, p, site)

@@ -33,7 +33,6 @@ from megatron.parallel.mesh import Mesh, TensorParallel, build_mesh
 from megatron.parallel.messages import gather_json
 from megatron.parallel.ranks import Ranks, build_roll_call
 from megatron.parallel.rendezvous import build_control_group, choose_device, start_process_group
-from megatron.parallel.rng import RandomStreams
 from megatron.parallel.shard import TensorShard
 from megatron.plan.rules.finding import list_errors
 from megatron.plan.rules.layout import check_tensor_parallel
@@ -65,7 +64,7 @@ def load_model(
     # On the meta device, no memory is allocated and no weight is initialised. The weights of the
     # checkpoint replace them all.
     with torch.device("meta"):
-        model = GPT(read_shape(checkpoint, tp.size), tp, RandomStreams(0, device), stage)
+        model = GPT(read_shape(checkpoint, tp.size), tp, stage)
     # `to_empty` makes new parameters, which do not have the attribute `spec`. So it is read first.
     specs = {
         name: parameter.spec  # type: ignore[attr-defined]

@@ -31,10 +31,13 @@ def add_kernels(kind: EngineKind) -> EngineKind:
             Raises:
                 ConfigError: See `choose_operators`.
             """
-            if plan.config.kernels.fusion_flags:
+            drops = device_type == "cuda" and plan.config.model.has_dropout
+            if plan.config.kernels.fusion_flags or drops:
                 from megatron.extras.training.kernels.operators import choose_operators
 
-                options["operators"] = choose_operators(plan.config.kernels, device_type)
+                options["operators"] = choose_operators(
+                    plan.config.kernels, device_type, has_dropout=plan.config.model.has_dropout
+                )
             engine: Engine = build(plan, *arguments, **options)
             return engine
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from megatron.base.errors import ConfigError
 from megatron.config.kernels import KernelsConfig
 from megatron.extras.training.kernels.cross_entropy import CrossEntropyKernels
+from megatron.extras.training.kernels.dropout import drop
 from megatron.extras.training.kernels.gate import apply_gate
 from megatron.extras.training.kernels.kind import find_kernel_obstacle
 from megatron.extras.training.kernels.residual_norm import add_and_normalise
@@ -13,7 +14,9 @@ from megatron.extras.training.kernels.rotary import rotate, rotate_projection
 from megatron.model.fused_operators import FusedOperators
 
 
-def choose_operators(config: KernelsConfig, device_type: str) -> FusedOperators:
+def choose_operators(
+    config: KernelsConfig, device_type: str, *, has_dropout: bool = False
+) -> FusedOperators:
     """Return the kernels that the configuration asks for, if the device can run them.
 
     A CPU runs them only in Triton's interpreter (TRITON_INTERPRET=1), which is for tests.
@@ -21,6 +24,7 @@ def choose_operators(config: KernelsConfig, device_type: str) -> FusedOperators:
     Args:
         config: The settings of kernels.
         device_type: "cuda" or "cpu".
+        has_dropout: Whether the model has dropout. On a GPU only a kernel computes its masks.
 
     Raises:
         ConfigError: Triton is not installed, or its import fails.
@@ -28,18 +32,24 @@ def choose_operators(config: KernelsConfig, device_type: str) -> FusedOperators:
     if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return FusedOperators()
     if obstacle := find_kernel_obstacle("cuda"):
+        if has_dropout:
+            raise ConfigError(
+                f"dropout on a GPU needs a kernel: {obstacle}, or give --hidden-dropout 0 "
+                "--attention-dropout 0"
+            )
         flags = " ".join(config.fusion_flags)
         raise ConfigError(f"{flags}: {obstacle}, or leave the flag out")
-    return build_operators(config)
+    return build_operators(config, has_dropout=has_dropout)
 
 
-def build_operators(config: KernelsConfig) -> FusedOperators:
+def build_operators(config: KernelsConfig, *, has_dropout: bool = False) -> FusedOperators:
     """Return the kernels that the configuration asks for.
 
     Args:
         config: The settings of kernels.
+        has_dropout: Whether the model has dropout.
     """
-    operators = FusedOperators()
+    operators = FusedOperators(drop=drop if has_dropout else None)
     if config.rope_fusion:
         operators = replace(operators, rotate=rotate, rotate_projection=rotate_projection)
     if config.bias_swiglu_fusion:
