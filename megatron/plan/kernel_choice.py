@@ -12,6 +12,7 @@ from typing import Any
 from megatron.config.fields import all_fields
 from megatron.config.kernels import AttentionBackend, KernelsConfig
 from megatron.config.tree import Config
+from megatron.plan.graph_choice import find_default_obstacle, find_graph_obstacle
 from megatron.plan.run_plan import Plan
 
 CPU = "cpu"
@@ -42,6 +43,8 @@ class KernelDevice:
     a GPU of AMD is "rocm"."""
     obstacle: str = ""
     """Why a rank cannot run the Triton kernels. Empty: all ranks can."""
+    has_graphs: bool = True
+    """Whether the engine can record microbatches as CUDA graphs."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,12 @@ def choose_kernels(plan: Plan, device: KernelDevice) -> KernelChoice:
     if kernels.attention_backend == ("by-gpu",):
         values["attention_backend"] = _choose_attention_order(config, device)
         reasons["attention_backend"] = f"the default on compute capability {device.gpu}"
+    obstacle = _find_obstacle_of_graphs(plan, device)
+    values["cuda_graph"] = "on" if obstacle is None else "off"
+    if obstacle is None:
+        reasons["cuda_graph"] = "recorded in the second step, then repeated by the GPU"
+    elif (device.gpu, kernels.cuda_graph) != (CPU, "auto"):
+        reasons["cuda_graph"] = obstacle
     return KernelChoice(replace(kernels, **values), reasons)
 
 
@@ -149,6 +158,21 @@ def _find_obstacle_of_sums(plan: Plan) -> str | None:
     if plan.weight_ranks > 1 and (once or plan.zero_stage > 1):
         return "gradients are sent after each microbatch"
     return None
+
+
+def _find_obstacle_of_graphs(plan: Plan, device: KernelDevice) -> str | None:
+    """Return why no microbatch is recorded as a CUDA graph, or None if they are."""
+    given = plan.config.kernels.cuda_graph
+    if given == "off":
+        return "--cuda-graph off"
+    if device.gpu == CPU:
+        return "a CPU has none"
+    if ROCM in device.gpu:
+        return "never tried on a GPU of AMD"
+    reason = find_graph_obstacle(plan) if given == "on" else find_default_obstacle(plan)
+    if reason is None and not device.has_graphs:
+        return "megatron.extras.training.cuda_graph is not installed"
+    return reason
 
 
 def _choose_attention_order(config: Config, device: KernelDevice) -> tuple[AttentionBackend, ...]:

@@ -1,0 +1,302 @@
+"""A runner that records the passes of a microbatch once, and repeats them.
+
+There are two graphs. That of the first microbatch of a step writes the gradients, and that of the
+others adds to them. What may differ between two microbatches is copied into fixed memory first: the
+inputs and the factor on the loss. Everything else that a graph reads has to keep its memory: the
+parameters, their gradients and the tables of positions.
+
+The invariant: all numbers equal those of the eager runner, bit for bit.
+
+Passes that hooks watch, and all evaluations, are eager, because a graph calls no hooks. They leave
+their gradients in the memory that the graphs write.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from megatron.engine.native import NativeEngine
+from megatron.engine.runner import Runner
+from megatron.extras.training.cuda_graph.graph_recorder import GraphRecorder, RecordingError
+from megatron.model.gpt import GPT
+from megatron.model.inputs import Inputs
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.torch_private import foreach_copy_
+from megatron.plan.graph_choice import find_shortest_recorded
+from megatron.plan.run_plan import Plan
+
+_TENSORS = ("tokens", "labels", "loss_mask", "position_ids", "loss_divisor")
+"""The fields of `Inputs` that are copied into fixed memory."""
+_FIXED = ("documents", "likelihoods")
+"""The fields that must be None. A graph does not read the others, which have Python numbers."""
+
+
+class CapturedRunner:
+    """A `Runner` of one stage without FSDP2. See the module."""
+
+    def __init__(
+        self,
+        eager: Runner,
+        model: GPT,
+        recorder: GraphRecorder,
+        *,
+        shortest: int,
+        log: Callable[[str], None],
+    ) -> None:
+        """Create a runner without graphs.
+
+        Args:
+            eager: Computes what is not repeated.
+            model: The complete model, whose parameters keep their memory.
+            recorder: Records the graphs.
+            shortest: Samples with fewer tokens have no graphs.
+            log: Prints a line on rank 0.
+        """
+        self._eager = eager
+        self._model = model
+        self._recorder = recorder
+        self._shortest = shortest
+        self._log = log
+        self._parameters = list(model.parameters())
+        self._linears = [each for each in model.modules() if hasattr(each, "products")]
+        self._hooks = self._count_hooks()
+        self._given_up = False
+        self._adds = False
+        """Whether a step has added up the gradients of several microbatches."""
+        self._warm: Any = None
+        """What `_describe` returned for the latest eager step."""
+        self._graphs: _Graphs | None = None
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether the next step without hooks repeats graphs, if its sizes stay the same."""
+        return self._graphs is not None
+
+    def run(self, inputs: Sequence[Inputs], factor: float, *, train: bool) -> Tensor:
+        """Run the microbatches one after the other. See `Runner.run`."""
+        if not train:
+            with self._share_memory(inputs[0]):
+                return self._eager.run(inputs, factor, train=False)
+        wanted = self._describe(inputs[0])
+        if self._graphs is not None and self._graphs.wanted != wanted:
+            self._drop_graphs()
+        if self._count_hooks() != self._hooks or not self._can_record(inputs[0]):
+            return self._run_eagerly(inputs, factor)
+        # A real step comes first. It compiles kernels and lets libraries choose theirs, which
+        # cannot be recorded.
+        if self._graphs is None and self._warm != wanted:
+            self._warm = wanted
+            self._adds |= len(inputs) > 1
+            return self._run_eagerly(inputs, factor)
+        if not self._prepare_graphs(inputs, factor, wanted):
+            return self._run_eagerly(inputs, factor)
+        assert self._graphs is not None, "graphs were prepared"
+        return self._graphs.repeat(inputs, factor)
+
+    def _describe(self, inputs: Inputs) -> Any:
+        """Return what must be equal for a graph to be right, apart from what is copied."""
+        shapes = [getattr(inputs, name) for name in _TENSORS]
+        sizes = tuple(None if each is None else each.shape for each in shapes)
+        in_float8 = [each.products is not None for each in self._linears]
+        return sizes, in_float8, [parameter.data_ptr() for parameter in self._parameters]
+
+    def _can_record(self, inputs: Inputs) -> bool:
+        if self._given_up or inputs.tokens.shape[1] < self._shortest:
+            return False
+        return all(getattr(inputs, name) is None for name in _FIXED)
+
+    def _count_hooks(self) -> int:
+        """Return the number of hooks of the blocks, which a graph would not call."""
+        blocks = self._model.blocks.children()
+        return sum(len(it._forward_hooks) + len(it._forward_pre_hooks) for it in blocks)
+
+    # -- graphs -----------------------------------------------------------------------------------
+
+    def _prepare_graphs(self, inputs: Sequence[Inputs], factor: float, wanted: Any) -> bool:
+        """Record the graphs that a step needs and that do not exist. Return whether they exist."""
+        try:
+            if self._graphs is None:
+                added = 0 if self._adds else 4 * sum(p.numel() for p in self._parameters)
+                if shortage := self._recorder.find_shortage(added):
+                    return self._give_up(f"memory: {shortage}")
+                self._graphs = _Graphs(self._model, self._recorder, inputs[0], wanted)
+            if len(inputs) > 1:
+                self._graphs.record_sum()
+        except RecordingError as error:
+            return self._give_up(f"recording failed at {error}")
+        return True
+
+    def _give_up(self, why: str) -> bool:
+        self._given_up = True
+        self._drop_graphs()
+        self._log(f"warning: --cuda-graph: microbatches run without graphs, because of {why}")
+        return False
+
+    def _drop_graphs(self) -> None:
+        self._graphs = None
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    # -- eager passes -----------------------------------------------------------------------------
+
+    def _run_eagerly(self, inputs: Sequence[Inputs], factor: float) -> Tensor:
+        """Run microbatches, and leave the gradients where the graphs write them."""
+        if self._graphs is None:
+            return self._eager.run(inputs, factor, train=True)
+        total = torch.zeros((), dtype=torch.float32, device=inputs[0].tokens.device)
+        with self._share_memory(inputs[0]):
+            with self._graphs.keep_gradients():
+                total += self._eager.run(inputs[:1], factor, train=True) / len(inputs)
+            for microbatch in inputs[1:]:
+                total += self._eager.run([microbatch], factor, train=True) / len(inputs)
+        return total
+
+    @contextmanager
+    def _share_memory(self, inputs: Inputs) -> Iterator[None]:
+        """Let eager passes use the memory of the graphs, if there are some."""
+        if self._graphs is None:
+            yield
+            return
+        # The model keeps these tables longer than the passes.
+        _make_positions(self._model, inputs)
+        with self._recorder.share_memory():
+            yield
+
+
+class _Graphs:
+    """The graphs of one size of microbatches, and the memory that they use."""
+
+    def __init__(
+        self,
+        model: GPT,
+        recorder: GraphRecorder,
+        example: Inputs,
+        wanted: Any,
+    ) -> None:
+        """Record the graph of the first microbatch. The parameters have no gradients.
+
+        Args:
+            model: The model.
+            recorder: Records the graphs.
+            example: A microbatch of the size.
+            wanted: See `CapturedRunner._describe`.
+
+        Raises:
+            RecordingError: See `GraphRecorder.record`.
+        """
+        self.wanted = wanted
+        self._model = model
+        self._recorder = recorder
+        self._parameters = list(model.parameters())
+        copies = {name: getattr(example, name) for name in _TENSORS}
+        self._inputs = replace(
+            example, **{name: None if it is None else it.clone() for name, it in copies.items()}
+        )
+        self._copied = [name for name, it in copies.items() if it is not None]
+        self._fixed = [getattr(self._inputs, name) for name in self._copied]
+        self._factor = torch.zeros((), dtype=torch.float32, device=example.tokens.device)
+        self._loss = torch.zeros_like(self._factor)
+        # An evaluation of another length replaces the tables of the model. These are those that the
+        # graphs read.
+        self._positions = _make_positions(model, self._inputs)
+        for parameter in self._parameters:
+            parameter.grad = None
+        # Autograd takes new memory for each gradient. Each repetition writes the same memory.
+        self._first = recorder.record(self._compute)
+        self.gradients = [parameter.grad for parameter in self._parameters]
+        self._others: Callable[[], None] | None = None
+
+    def record_sum(self) -> None:
+        """Record the graph of the later microbatches, if there is none.
+
+        Raises:
+            RecordingError: See `GraphRecorder.record`.
+        """
+        if self._others is None:
+            self._set_gradients()
+            self._others = self._recorder.record(self._compute)
+
+    def _compute(self) -> None:
+        loss = self._model(None, self._inputs)
+        (loss * self._factor).backward()
+        self._loss.copy_(loss.detach())
+
+    def _set_gradients(self) -> None:
+        for parameter, gradient in zip(self._parameters, self.gradients, strict=True):
+            parameter.grad = gradient
+
+    def repeat(self, inputs: Sequence[Inputs], factor: float) -> Tensor:
+        """Repeat the graphs for the microbatches of a step, and return the mean loss."""
+        self._set_gradients()
+        self._factor.fill_(factor)
+        total = torch.zeros_like(self._loss)
+        graph: Callable[[], None] | None = self._first
+        for microbatch in inputs:
+            assert graph is not None, "the graph of the later microbatches was recorded"
+            foreach_copy_(self._fixed, [getattr(microbatch, name) for name in self._copied])
+            graph()
+            total += self._loss / len(inputs)
+            graph = self._others
+        return total
+
+    @contextmanager
+    def keep_gradients(self) -> Iterator[None]:
+        """Move the gradients of an eager microbatch to the memory that the graphs write.
+
+        Those of a block are moved at the end of its backward pass. So there is memory for a second
+        set of one block's gradients only.
+        """
+        kept = dict(zip(self._parameters, self.gradients, strict=True))
+
+        def move(parameters: Sequence[nn.Parameter]) -> None:
+            for parameter in parameters:
+                gradient, target = parameter.grad, kept[parameter]
+                if gradient is not None and target is not None and gradient is not target:
+                    target.copy_(gradient)
+                    parameter.grad = target
+
+        def watch(block: nn.Module, arguments: tuple[Any, ...]) -> None:
+            own = list(block.parameters())
+            x = arguments[0]
+            if x.requires_grad:
+                x.register_hook(lambda _: move(own))
+
+        hooks: list[RemovableHandle] = [
+            block.register_forward_pre_hook(watch) for block in self._model.blocks.values()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            move(self._parameters)
+
+
+def _make_positions(model: GPT, inputs: Inputs) -> object:
+    """Return the tables of positions that the model reads, which it keeps until sizes change."""
+    # Without FSDP2, parameters have the dtype of the computation.
+    dtype = next(model.parameters()).dtype
+    return model.position_tables.make_positions(inputs.take_own(model.context), dtype)
+
+
+def capture_microbatches(
+    engine: NativeEngine, plan: Plan, mesh: Mesh, recorder: GraphRecorder
+) -> CapturedRunner:
+    """Let an engine of one stage without FSDP2 repeat its microbatches, and return its runner."""
+    (model,) = engine.stages
+    runner = CapturedRunner(
+        engine.runner,
+        model,
+        recorder,
+        shortest=find_shortest_recorded(
+            plan.curriculum, plan.start_iteration + 1, plan.train_iters
+        ),
+        log=mesh.ranks.log,
+    )
+    engine.runner = runner
+    return runner

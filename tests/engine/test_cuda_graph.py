@@ -1,0 +1,221 @@
+"""Repeated microbatches give the bits of eager ones, and each planted error is found."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+from process_pool import ProcessPool, succeed
+
+from megatron.run.start.launch import read_launch
+
+if TYPE_CHECKING:
+    from megatron.engine.native import NativeEngine
+    from megatron.parallel.mesh import Mesh
+    from megatron.plan.run_plan import Plan
+
+SIZES = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 "
+    "--micro-batch-size 1 --global-batch-size 2 --train-iters 20 --lr 1e-2 --data-path none "
+    "--hidden-dropout 0 --attention-dropout 0 "
+)
+LLAMA = (
+    "--position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu "
+    "--ffn-hidden-size 48 --num-query-groups 2 --no-add-bias-linear --sliding-window 6 "
+    "--untie-embeddings-and-output-weights "
+)
+NANOCHAT = (
+    "--position-embedding-type rotary --normalization RMSNorm --squared-relu --qk-norm head "
+    "--no-add-bias-linear --untie-embeddings-and-output-weights "
+)
+FUSED = "--gradient-accumulation-fusion"
+TENSORWISE = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-emulate"
+ROWWISE = "--bf16 --fp8-format e4m3 --fp8-recipe rowwise --fp8-emulate --fp8-start-iteration 4"
+CURRICULUM = (
+    "--curriculum-schedule-type fixed_discrete --curriculum-difficulties 8 16 "
+    "--curriculum-max-steps 4"
+)
+# A scale that overflows in the first steps, and is doubled later.
+FP16 = "--fp16 --initial-loss-scale 16777216 --loss-scale-window 3 --hysteresis 1"
+SHAPES = {
+    "gpt2": "",
+    "gpt2-bf16": f"--bf16 {FUSED}",
+    "llama-bf16": f"{LLAMA} --bf16 {FUSED}",
+    "llama-recomputed": f"{LLAMA} --bf16 --checkpoint-activations",
+    "nanochat-bf16": f"{NANOCHAT} --bf16 {FUSED} --z-loss-coefficient 1e-4",
+    "fp16": f"{LLAMA} {FP16}",
+    "goldfish": "--bf16 --goldfish-loss --goldfish-k 3 --goldfish-h 2",
+    "curriculum": f"{LLAMA} --bf16 {CURRICULUM}",
+    "float8": f"{LLAMA} {TENSORWISE} {FUSED}",
+    "float8-rowwise": f"{LLAMA} {ROWWISE}",
+}
+SHORT = ("gpt2", "llama-bf16", "nanochat-bf16", "fp16", "goldfish", "curriculum", "float8")
+HISTORY = (
+    *("train", "train", "train", "evaluate", "train", "statistics", "train", "nan", "train"),
+    *("reject", "train", "save", "train", "train 3", "rollback", "train", "train"),
+)
+"""What happens. The first step with a size of microbatches warms up, and the next one records."""
+
+
+class History:
+    """Runs the events of `HISTORY` with an engine."""
+
+    def __init__(self, plan: "Plan", mesh: "Mesh") -> None:
+        """Create the engine, which is eager."""
+        import torch
+
+        from megatron.extras.training.engines import choose_engine
+
+        self.engine: Any = choose_engine(plan.config).load("cpu")(
+            plan, mesh, *self._make_unused_arguments()
+        )
+        self._plan = plan
+        self._generator = torch.Generator().manual_seed(1)
+        self._saved: list[Any] = []
+        self._iteration = 0
+        self.addresses: list[list[int]] = []
+
+    def _make_unused_arguments(self) -> tuple[Any, Any]:
+        from megatron.engine.base import skip_timing, skip_waiting
+
+        return skip_timing, skip_waiting
+
+    def call(self, event: str) -> tuple[Any, ...]:
+        """Run an event, and return numbers and copies of all state."""
+        import torch
+
+        engine = self.engine
+        shards = list(engine.shards(optimizer=True))
+        numbers: Any = None
+        match event.split():
+            case ["evaluate"]:
+                numbers = engine.eval_batch(self._draw(2, 16))
+            case ["save"]:
+                self._saved = [shard.tensor.clone() for shard in shards]
+                self._scalars = engine.get_scalars()
+            case ["rollback"]:
+                for shard, saved in zip(shards, self._saved, strict=True):
+                    shard.tensor.copy_(saved)
+                engine.finish_load(self._scalars)
+            case ["nan"]:
+                # A weight that no layer replaces by its float8 values.
+                norm = next(p for n, p in engine.stages[0].named_parameters() if "norm" in n)
+                kept = norm.detach().clone()
+                norm.data.view(-1)[0] = torch.nan
+                numbers = self._train(2)
+                norm.data.copy_(kept)
+            case ["train", count]:
+                numbers = self._train(int(count))
+            case [kind]:
+                numbers = self._train(
+                    2,
+                    accept=(lambda loss, norm: False) if kind == "reject" else None,
+                    with_layer_statistics=kind == "statistics",
+                )
+        weights = [p.detach() for p in engine.stages[0].parameters()]
+        state = [each.clone() for each in (*(shard.tensor for shard in shards), *weights)]
+        return numbers, state
+
+    def _draw(self, count: int, length: int) -> Any:
+        """Return microbatches of random tokens."""
+        import torch
+
+        from megatron.data.batches import Microbatch
+
+        tokens = torch.randint(64, (count, 1, length + 1), generator=self._generator)
+        return [Microbatch(each[:, :-1], each[:, 1:]) for each in tokens]
+
+    def _train(self, count: int, **options: Any) -> tuple[Any, ...]:
+        self._iteration += 1
+        length = self._plan.get_seq_length(self._iteration)
+        result = self.engine.train_batch(
+            self._draw(count, length), iteration=self._iteration, lr=1e-2, **options
+        )
+        layers = None if result.layers is None else str(result.layers)
+        return result.outcome.name, str(result.loss), str(result.grad_norm), layers
+
+
+def start(flags: str) -> tuple["Plan", "Mesh"]:
+    """Return the plan and the mesh of a command line with one rank."""
+    from megatron.extras.interop.translators.translator import load_config
+    from megatron.parallel.launcher import read_launcher_world
+    from megatron.plan.resolve import resolve
+    from megatron.run.start.build import build_timers, divide_ranks
+    from megatron.run.start.meet import join_ranks
+
+    world = read_launcher_world(None)
+    loaded = load_config([*SIZES.split(), *flags.split()])
+    plan = resolve(loaded.config, 1)
+    plan.raise_on_errors()
+    return plan, divide_ranks(plan, join_ranks(read_launch(loaded)), world, build_timers(world))
+
+
+def capture(history: History, plan: "Plan", mesh: "Mesh") -> tuple[Any, Any]:
+    """Let the engine of a history repeat its microbatches. Return its runner and recorder."""
+    from engine.graph_stand_in import StandIn
+
+    from megatron.extras.training.cuda_graph.captured_runner import capture_microbatches
+
+    recorder = StandIn()
+    return capture_microbatches(history.engine, plan, mesh, recorder), recorder
+
+
+def compare(eager: History, captured: History, event: str) -> str:
+    """Run an event with both. Return what differs, or an empty text."""
+    import torch
+
+    (numbers, state), (others, other_state) = eager.call(event), captured.call(event)
+    if numbers != others:
+        return f"{event}: {numbers} and {others}"
+    equal = [
+        torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+        for mine, theirs in zip(state, other_state, strict=True)
+        if mine.is_contiguous()
+    ]
+    return "" if all(equal) else f"{event}: tensor {equal.index(False)} of {len(equal)}"
+
+
+def run_both(flags: str) -> dict[str, Any]:
+    """Run the history of a shape eagerly and with repeated microbatches."""
+    plan, mesh = start(flags)
+    eager, captured = History(plan, mesh), History(plan, mesh)
+    runner, recorder = capture(captured, plan, mesh)
+    outcomes: list[str] = []
+    addresses: set[Any] = set()
+    recordings: list[int] = []
+    for event in HISTORY:
+        if difference := compare(eager, captured, event):
+            return {"difference": difference}
+        recordings.append(len(recorder.tapes))
+        if runner.has_graphs:
+            graphs = runner._graphs
+            kept = [*graphs.gradients, *graphs._fixed, *captured.engine.stages[0].parameters()]
+            addresses.add(tuple(tensor.data_ptr() for tensor in kept))
+        outcomes.append(str(eager.engine.get_scalars()))
+    return {
+        "difference": "",
+        "recordings": recordings,
+        "repeated": recorder.repeated,
+        "shared": recorder.shared,
+        "addresses": len(addresses),
+        "scalars": outcomes,
+    }
+
+
+@pytest.mark.parametrize(
+    "shape", [pytest.param(name, marks=[pytest.mark.full] * (name not in SHORT)) for name in SHAPES]
+)
+def test_repeated_microbatches_have_the_bits_of_eager_ones(shape: str, pool: ProcessPool) -> None:
+    outcomes = pool.run(1, run_both, SHAPES[shape])
+    succeed(outcomes)
+    found = outcomes[0].value
+    assert found["difference"] == ""
+    # A curriculum has other sizes, and float8 other weights, from some step on.
+    sizes = 2 if shape in ("curriculum", "float8-rowwise") else 1
+    assert found["addresses"] == sizes, outcomes[0].output
+    assert found["recordings"][-1] == 2 * sizes
+    assert found["repeated"] >= 16
+    # The evaluation and the step with statistics.
+    assert found["shared"] == 2
+    if shape == "fp16":
+        assert len({each for each in found["scalars"]}) > 5
