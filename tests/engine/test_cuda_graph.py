@@ -33,7 +33,7 @@ TENSORWISE = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-emulate"
 ROWWISE = "--bf16 --fp8-format e4m3 --fp8-recipe rowwise --fp8-emulate --fp8-start-iteration 4"
 CURRICULUM = (
     "--curriculum-schedule-type fixed_discrete --curriculum-difficulties 8 16 "
-    "--curriculum-max-steps 4"
+    "--curriculum-max-steps 4 --train-tokens 100000 --lr-decay-tokens 100000"
 )
 # A scale that overflows in the first steps, and is doubled later.
 FP16 = "--fp16 --initial-loss-scale 16777216 --loss-scale-window 3 --hysteresis 1"
@@ -215,7 +215,7 @@ def test_repeated_microbatches_have_the_bits_of_eager_ones(shape: str, pool: Pro
     assert found["addresses"] == sizes, outcomes[0].output
     assert found["recordings"][-1] == 2 * sizes
     assert found["repeated"] >= 16
-    # The evaluation and the step with statistics.
-    assert found["shared"] == 2
+    # The evaluation, and the step with statistics unless it is the first one with its size.
+    assert found["shared"] == (1 if sizes == 2 else 2)
     if shape == "fp16":
         assert len({each for each in found["scalars"]}) > 5
