@@ -7,7 +7,7 @@ PyTorch does. The scale is computed from the exponent of the largest value. It e
 for each largest value that is exact in bf16.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
@@ -189,9 +189,21 @@ def _round_tile(
 
 
 @triton.jit
-def _read_pointer(entry, number: tl.constexpr, kind: tl.constexpr):
+def _read_number(entry, number: tl.constexpr, aligned: tl.constexpr):
+    """Return a number of a table. The compiler learns whether it is a multiple of 16."""
+    found = tl.load(entry + number)
+    if aligned:
+        found = tl.multiple_of(found, 16)
+    return found
+
+
+@triton.jit
+def _read_pointer(entry, number: tl.constexpr, kind: tl.constexpr, aligned: tl.constexpr):
     """Return an address of a table as a pointer."""
-    return tl.load(entry + number).to(tl.pointer_type(kind))
+    pointer = tl.load(entry + number).to(tl.pointer_type(kind))
+    if aligned:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
 
 
 @triton.jit
@@ -199,24 +211,25 @@ def _round_tile_of_some(
     table,
     owners,
     by_row: tl.constexpr,
+    aligned: tl.constexpr,
     fields: tl.constexpr,
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
 ):
     """Round a tile of one of many weights, in both orders. See `launch_all_tiles`."""
     entry = table + tl.load(owners + tl.program_id(0)) * fields
-    rows = tl.load(entry + 7)
-    columns = tl.load(entry + 8)
+    rows = _read_number(entry, 7, aligned)
+    columns = _read_number(entry, 8, aligned)
     tile = tl.program_id(0) - tl.load(entry + 9)
     tiles = tl.cdiv(columns, block_columns)
     _write_tile(
-        _read_pointer(entry, 0, tl.float32),
-        _read_pointer(entry, 1, tl.float32),
-        _read_pointer(entry, 2, tl.float32),
-        _read_pointer(entry, 3, tl.uint8),
-        _read_pointer(entry, 4, tl.float32),
-        _read_pointer(entry, 5, tl.uint8),
-        _read_pointer(entry, 6, tl.float32),
+        _read_pointer(entry, 0, tl.float32, aligned),
+        _read_pointer(entry, 1, tl.float32, False),
+        _read_pointer(entry, 2, tl.float32, False),
+        _read_pointer(entry, 3, tl.uint8, aligned),
+        _read_pointer(entry, 4, tl.float32, False),
+        _read_pointer(entry, 5, tl.uint8, aligned),
+        _read_pointer(entry, 6, tl.float32, False),
         columns,
         rows,
         columns,
@@ -233,18 +246,24 @@ def _round_tile_of_some(
 
 @triton.jit
 def _find_largest_of_some(
-    table, owners, largest, by_row: tl.constexpr, fields: tl.constexpr, block: tl.constexpr
+    table,
+    owners,
+    largest,
+    by_row: tl.constexpr,
+    aligned: tl.constexpr,
+    fields: tl.constexpr,
+    block: tl.constexpr,
 ):
     """Raise the largest values of a row, or of a block, of one of many weights.
 
     See `launch_all_largest`.
     """
     entry = table + tl.load(owners + tl.program_id(0)) * fields
-    size = tl.load(entry + 1)
-    width = tl.load(entry + 2)
+    size = _read_number(entry, 1, aligned)
+    width = _read_number(entry, 2, aligned)
     row = tl.program_id(0) - tl.load(entry + 5)
     first = row * width
-    x = _read_pointer(entry, 0, tl.float32)
+    x = _read_pointer(entry, 0, tl.float32, aligned)
     top = 0
     for start in range(0, width, block):
         column = start + tl.arange(0, block)
@@ -353,6 +372,11 @@ def _build_table(
     return torch.tensor(rows).to(device), numbers.to(device)
 
 
+def _are_aligned(numbers: Iterable[int]) -> bool:
+    """Return whether addresses and sizes are multiples of 16."""
+    return all(number % 16 == 0 for number in numbers)
+
+
 def launch_all_largest(
     matrices: Sequence[Tensor],
     starts: Sequence[int],
@@ -379,9 +403,11 @@ def launch_all_largest(
         for each, width, start, whole in zip(matrices, widths, starts, wholes, strict=True)
     )
     table, owners = _build_table(entries, programs, largest.device)
+    aligned = _are_aligned(number for entry in entries for number in entry[:3])
     block = min(triton.next_power_of_2(max(widths)), _BLOCK)
+    bits = largest.view(torch.int32)
     _find_largest_of_some[(len(owners),)](
-        table, owners, largest.view(torch.int32), by_row, table.shape[1], block, num_warps=8
+        table, owners, bits, by_row, aligned, table.shape[1], block, num_warps=8
     )
 
 
@@ -399,4 +425,8 @@ def launch_all_tiles(weights: Sequence[Sequence[Tensor]]) -> None:
     )
     table, owners = _build_table(entries, programs, weights[0][0].device)
     by_row = weights[0][1].dim() > 0
-    _round_tile_of_some[(len(owners),)](table, owners, by_row, table.shape[1], _ROWS, _COLUMNS)
+    # Scales are read and written one by one, so only matrices have to be aligned.
+    aligned = _are_aligned(entry[field] for entry in entries for field in (0, 3, 5, 7, 8))
+    _round_tile_of_some[(len(owners),)](
+        table, owners, by_row, aligned, table.shape[1], _ROWS, _COLUMNS
+    )
