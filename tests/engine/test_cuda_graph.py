@@ -1,6 +1,7 @@
 """Repeated microbatches give the bits of eager ones, and each planted error is found."""
 
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -10,7 +11,6 @@ from process_pool import ProcessPool, succeed
 from megatron.run.start.launch import read_launch
 
 if TYPE_CHECKING:
-    from megatron.engine.native import NativeEngine
     from megatron.parallel.mesh import Mesh
     from megatron.plan.run_plan import Plan
 
@@ -219,3 +219,239 @@ def test_repeated_microbatches_have_the_bits_of_eager_ones(shape: str, pool: Pro
     assert found["shared"] == (1 if sizes == 2 else 2)
     if shape == "fp16":
         assert len({each for each in found["scalars"]}) > 5
+
+
+# -- planted errors --------------------------------------------------------------------------------
+
+
+def skip_inputs(runner: Any, engine: Any) -> Any:
+    """The graph reads the inputs of the microbatch that it was recorded with."""
+    from megatron.extras.training.cuda_graph import captured_runner
+
+    return mock.patch.object(captured_runner, "foreach_copy_", lambda fixed, given: None)
+
+
+def skip_labels(runner: Any, engine: Any) -> Any:
+    """The graph gets new tokens and old labels."""
+    from megatron.extras.training.cuda_graph import captured_runner
+
+    return mock.patch.object(
+        captured_runner, "foreach_copy_", lambda fixed, given: fixed[0].copy_(given[0])
+    )
+
+
+def bake_factor(runner: Any, engine: Any) -> Any:
+    """The factor on the loss is a number of the recording."""
+    graphs = runner._graphs
+    return mock.patch.object(graphs, "_factor", graphs._factor.clone())
+
+
+def bake_divisor(runner: Any, engine: Any) -> Any:
+    """The divisor of the loss is that of the recording."""
+    graphs = runner._graphs
+    place = graphs._copied.index("loss_divisor")
+    fixed = [each.clone() if n == place else each for n, each in enumerate(graphs._fixed)]
+    return mock.patch.object(graphs, "_fixed", fixed)
+
+
+def replace_gradients(runner: Any, engine: Any) -> Any:
+    """The optimizer reads gradients in other memory than the graph writes."""
+    graphs = runner._graphs
+    return mock.patch.object(graphs, "gradients", [each.clone() for each in graphs.gradients])
+
+
+def add_always(runner: Any, engine: Any) -> Any:
+    """The first microbatch adds to the gradients of the step before."""
+    return mock.patch.object(runner._graphs, "_first", runner._graphs._others)
+
+
+def add_never(runner: Any, engine: Any) -> Any:
+    """The later microbatches overwrite the gradients."""
+    return mock.patch.object(runner._graphs, "_others", runner._graphs._first)
+
+
+def move_weights(runner: Any, engine: Any) -> Any:
+    """The update writes 16-bit weights into new memory, and nobody notices."""
+    wanted = runner._graphs.wanted
+    refresh = engine._refresh_model
+
+    def move() -> None:
+        for parameter in engine.stages[0].parameters():
+            parameter.data = parameter.data.clone()
+        refresh()
+
+    patches = ExitStack()
+    patches.enter_context(mock.patch.object(engine, "_refresh_model", move))
+    patches.enter_context(mock.patch.object(runner, "_describe", lambda inputs: wanted))
+    return patches
+
+
+def move_rounded_weights(runner: Any, engine: Any) -> Any:
+    """Float8 weights are rounded into new memory."""
+    engine._fixed.free()
+    round_weights = engine._fixed.round
+
+    def move() -> None:
+        engine._fixed.free()
+        round_weights()
+
+    return mock.patch.object(engine._fixed, "round", move)
+
+
+def overwrite_tables(runner: Any, engine: Any) -> Any:
+    """The tables of positions have been freed, and something else has taken their memory."""
+    runner._graphs._positions.cos.zero_()
+    engine.stages[0].position_tables._key = None
+    return nullcontext()
+
+
+def keep_first_loss(runner: Any, engine: Any) -> Any:
+    """The loss is not that of the microbatch."""
+    graphs = runner._graphs
+    return mock.patch.object(graphs, "_loss", graphs._loss.clone())
+
+
+ERRORS: dict[Callable[..., Any], str] = {
+    skip_inputs: "",
+    skip_labels: "",
+    bake_factor: "",
+    bake_divisor: SHAPES["goldfish"],
+    replace_gradients: "",
+    add_always: "",
+    add_never: "",
+    move_weights: "--bf16",
+    move_rounded_weights: SHAPES["float8"],
+    overwrite_tables: LLAMA,
+    keep_first_loss: "",
+}
+"""Error -> the flags of a run in which it changes numbers."""
+FOUND_BY_STEPS = {"add_never"}
+"""A replay repeats the first microbatch of a step only."""
+
+
+def plant_errors(names: list[str]) -> list[tuple[str, str, str]]:
+    """Return each error, what the recorder finds in three steps, and what a replay says."""
+    from megatron.extras.training.replay.replay import MicrobatchReplay
+
+    planters = {planter.__name__: planter for planter in ERRORS}
+    found = []
+    for name in names:
+        planter = planters[name]
+        plan, mesh = start(ERRORS[planter])
+        eager, captured = History(plan, mesh), History(plan, mesh)
+        runner, _ = capture(captured, plan, mesh)
+        lines: list[str] = []
+        replay = MicrobatchReplay("warn", mesh, captured.engine, lines.append)
+        for event in ("train", "train", "train"):
+            assert compare(eager, captured, event) == ""
+        # A replay changes nothing, and finds nothing.
+        for history in (eager, captured):
+            microbatches = history._draw(2, 16)
+        replay.check(microbatches, 4)
+        assert lines == [], lines
+        assert compare(eager, captured, "train") == ""
+        with planter(runner, captured.engine):
+            # The step after the first one has other weights and another factor.
+            differences = [compare(eager, captured, f"train {count}") for count in (3, 2, 2)]
+            replay.check(captured._draw(3, 16), 8)
+        found.append((name, next(filter(None, differences), ""), "\n".join(lines)))
+    return found
+
+
+def test_each_planted_error_is_found(pool: ProcessPool) -> None:
+    outcomes = pool.run(1, plant_errors, [planter.__name__ for planter in ERRORS])
+    succeed(outcomes)
+    for name, difference, said in outcomes[0].value:
+        assert difference, name
+        if name not in FOUND_BY_STEPS:
+            assert "the CUDA graph gave other values" in said, name
+
+
+# -- what is not recorded --------------------------------------------------------------------------
+
+
+def refuse_recordings() -> dict[str, Any]:
+    """Return what is logged if an operator cannot be recorded, or if memory does not suffice."""
+    import torch
+
+    from megatron.model.norm import LayerNorm
+
+    found: dict[str, Any] = {}
+    for name in ("operator", "memory"):
+        plan, mesh = start("")
+        eager, captured = History(plan, mesh), History(plan, mesh)
+        runner, recorder = capture(captured, plan, mesh)
+        lines: list[str] = []
+        runner._log = lines.append
+        if name == "memory":
+            recorder.shortage = "too small"
+        normalise = LayerNorm.forward
+
+        def read(norm: Any, x: torch.Tensor) -> torch.Tensor:
+            x.sum().item()
+            return normalise(norm, x)
+
+        patch: Any = mock.patch.object(LayerNorm, "forward", read)
+        with patch if name == "operator" else nullcontext():
+            differences = [compare(eager, captured, "train") for _ in range(4)]
+        found[name] = differences, recorder.repeated, lines
+    return found
+
+
+def test_a_run_without_a_recording_goes_on_eagerly(pool: ProcessPool) -> None:
+    outcomes = pool.run(1, refuse_recordings)
+    succeed(outcomes)
+    for name, (differences, repeated, lines) in outcomes[0].value.items():
+        assert differences == [""] * 4, name
+        assert repeated == 0
+        (line,) = lines
+        assert "--cuda-graph" in line
+        assert {"operator": "aten._local_scalar_dense", "memory": "too small"}[name] in line
+
+
+def count_calls() -> tuple[float, float]:
+    """Return the calls in this package of a repeated microbatch, and of an eager one."""
+    import cProfile
+    import pstats
+
+    plan, mesh = start("--num-layers 12 --global-batch-size 4")
+    counts = []
+    for repeats in (True, False):
+        history = History(plan, mesh)
+        recorder = None
+        if repeats:
+            _, recorder = capture(history, plan, mesh)
+        passes = history.engine.runner.run
+        profile = cProfile.Profile()
+
+        def run(*arguments: Any, **options: Any) -> Any:
+            return profile.runcall(passes, *arguments, **options)
+
+        for _ in range(2):
+            history._train(4)
+        with mock.patch.object(history.engine.runner, "run", run):
+            if recorder is not None:
+                # The first of these steps exists already.
+                assert recorder.repeated == 4
+            history._train(4)
+        rows = pstats.Stats(profile).stats.items()  # type: ignore[attr-defined]
+        own = [row[0] for (file, _, _), row in rows if "/megatron/" in file]
+        # What these functions call of torch and of Python counts too.
+        called = sum(
+            calls[0]
+            for (file, _, _), row in rows
+            if "/megatron/" not in file and "graph_stand_in" not in file
+            for (caller, _, _), calls in row[4].items()
+            if "/megatron/" in caller
+        )
+        counts.append((sum(own) + called) / 4)
+    return counts[0], counts[1]
+
+
+def test_a_repeated_microbatch_has_few_python_calls(pool: ProcessPool) -> None:
+    outcomes = pool.run(1, count_calls)
+    succeed(outcomes)
+    repeated, eager = outcomes[0].value
+    print(f"{repeated:,.0f} calls of a repeated microbatch, {eager:,.0f} of an eager one")
+    assert repeated <= 150
+    assert eager > 1000

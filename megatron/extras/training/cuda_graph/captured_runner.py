@@ -65,6 +65,7 @@ class CapturedRunner:
         self._parameters = list(model.parameters())
         self._linears = [each for each in model.modules() if hasattr(each, "products")]
         self._hooks = self._count_hooks()
+        self._is_paused = False
         self._given_up = False
         self._adds = False
         """Whether a step has added up the gradients of several microbatches."""
@@ -76,6 +77,22 @@ class CapturedRunner:
     def has_graphs(self) -> bool:
         """Whether the next step without hooks repeats graphs, if its sizes stay the same."""
         return self._graphs is not None
+
+    def spoil_gradients(self) -> None:
+        """Fill the memory of the gradients with nan, which the next step must overwrite."""
+        if self._graphs is not None:
+            for gradient in self._graphs.gradients:
+                if gradient is not None:
+                    gradient.fill_(torch.nan)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Run microbatches eagerly within this context."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def run(self, inputs: Sequence[Inputs], factor: float, *, train: bool) -> Tensor:
         """Run the microbatches one after the other. See `Runner.run`."""
@@ -106,7 +123,7 @@ class CapturedRunner:
         return sizes, in_float8, [parameter.data_ptr() for parameter in self._parameters]
 
     def _can_record(self, inputs: Inputs) -> bool:
-        if self._given_up or inputs.tokens.shape[1] < self._shortest:
+        if self._is_paused or self._given_up or inputs.tokens.shape[1] < self._shortest:
             return False
         return all(getattr(inputs, name) is None for name in _FIXED)
 
