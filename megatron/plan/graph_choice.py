@@ -4,6 +4,7 @@ A graph repeats the same kernels with the same memory. So nothing in a microbatc
 number that the host reads, or that the host passes to a kernel anew.
 """
 
+from megatron.config.tree import Config
 from megatron.plan.run_plan import Plan
 from megatron.schedule.curriculum import Curriculum
 
@@ -34,6 +35,11 @@ def find_default_obstacle(plan: Plan) -> str | None:
     if reason is None and plan.world_size > 1:
         return "graphs with messages between ranks have not run on several GPUs"
     return reason
+
+
+def runs_eager_passes(config: Config) -> bool:
+    """Return whether some iterations run backward passes that hooks watch, beside graphs."""
+    return bool(config.parallel.replay_interval or config.logging.log_layer_stats_interval)
 
 
 def find_shortest_recorded(curriculum: Curriculum | None, first: int, last: int) -> int:

@@ -7,7 +7,7 @@ ranks make the same one. See docs/decisions/056.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, assert_never
 
 from megatron.config.fields import all_fields
 from megatron.config.kernels import AttentionBackend, KernelsConfig
@@ -163,13 +163,19 @@ def _find_obstacle_of_sums(plan: Plan) -> str | None:
 def _find_obstacle_of_graphs(plan: Plan, device: KernelDevice) -> str | None:
     """Return why no microbatch is recorded as a CUDA graph, or None if they are."""
     given = plan.config.kernels.cuda_graph
-    if given == "off":
-        return "--cuda-graph off"
+    match given:
+        case "off":
+            return "--cuda-graph off"
+        case "on":
+            reason = find_graph_obstacle(plan)
+        case "auto":
+            reason = find_default_obstacle(plan)
+        case _:
+            assert_never(given)
     if device.gpu == CPU:
         return "a CPU has none"
     if ROCM in device.gpu:
         return "never tried on a GPU of AMD"
-    reason = find_graph_obstacle(plan) if given == "on" else find_default_obstacle(plan)
     if reason is None and not device.has_graphs:
         return "megatron.extras.training.cuda_graph is not installed"
     return reason

@@ -27,7 +27,7 @@ from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.torch_private import foreach_copy_
-from megatron.plan.graph_choice import find_shortest_recorded
+from megatron.plan.graph_choice import find_shortest_recorded, runs_eager_passes
 from megatron.plan.run_plan import Plan
 
 _TENSORS = ("tokens", "labels", "loss_mask", "position_ids", "loss_divisor")
@@ -46,6 +46,7 @@ class CapturedRunner:
         recorder: GraphRecorder,
         *,
         shortest: int,
+        has_eager_steps: bool,
         log: Callable[[str], None],
     ) -> None:
         """Create a runner without graphs.
@@ -55,6 +56,7 @@ class CapturedRunner:
             model: The complete model, whose parameters keep their memory.
             recorder: Records the graphs.
             shortest: Samples with fewer tokens have no graphs.
+            has_eager_steps: Whether some steps run eagerly beside the graphs.
             log: Prints a line on rank 0.
         """
         self._eager = eager
@@ -67,8 +69,8 @@ class CapturedRunner:
         self._hooks = self._count_hooks()
         self._is_paused = False
         self._given_up = False
-        self._adds = False
-        """Whether a step has added up the gradients of several microbatches."""
+        self._needs_gradients = has_eager_steps
+        """Whether a pass beside all gradients needs memory that no step has used yet."""
         self._warm: Any = None
         """What `_describe` returned for the latest eager step."""
         self._graphs: _Graphs | None = None
@@ -108,7 +110,8 @@ class CapturedRunner:
         # cannot be recorded.
         if self._graphs is None and self._warm != wanted:
             self._warm = wanted
-            self._adds |= len(inputs) > 1
+            # The later microbatches have had all gradients beside their activations.
+            self._needs_gradients &= len(inputs) == 1
             return self._run_eagerly(inputs, factor)
         if not self._prepare_graphs(inputs, factor, wanted):
             return self._run_eagerly(inputs, factor)
@@ -138,8 +141,8 @@ class CapturedRunner:
         """Record the graphs that a step needs and that do not exist. Return whether they exist."""
         try:
             if self._graphs is None:
-                added = 0 if self._adds else 4 * sum(p.numel() for p in self._parameters)
-                if shortage := self._recorder.find_shortage(added):
+                added = 4 * sum(p.numel() for p in self._parameters)
+                if shortage := self._recorder.find_shortage(added * self._needs_gradients):
                     return self._give_up(f"memory: {shortage}")
                 self._graphs = _Graphs(self._model, self._recorder, inputs[0], wanted)
             if len(inputs) > 1:
@@ -313,6 +316,7 @@ def capture_microbatches(
         shortest=find_shortest_recorded(
             plan.curriculum, plan.start_iteration + 1, plan.train_iters
         ),
+        has_eager_steps=runs_eager_passes(plan.config),
         log=mesh.ranks.log,
     )
     engine.runner = runner
