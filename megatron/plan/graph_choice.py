@@ -1,7 +1,7 @@
-"""Which plans record the passes of a microbatch as CUDA graphs, for --cuda-graph.
+"""The choice of plans whose microbatches are recorded as CUDA graphs, for --cuda-graph.
 
 A graph repeats the same kernels with the same memory. So nothing in a microbatch may depend on a
-number that the host reads, or that the host passes to a kernel anew.
+number that the host reads, or that the host passes to a kernel in each microbatch.
 """
 
 from megatron.config.tree import Config

@@ -61,24 +61,19 @@ class History:
     """Runs the events of `HISTORY` with an engine."""
 
     def __init__(self, plan: "Plan", mesh: "Mesh") -> None:
-        """Create the engine, which is eager."""
+        """Create the engine, which is eager on a CPU."""
         import torch
 
+        from megatron.engine.base import skip_timing, skip_waiting
         from megatron.extras.training.engines import choose_engine
 
-        self.engine: Any = choose_engine(plan.config).load("cpu")(
-            plan, mesh, *self._make_unused_arguments()
-        )
+        load = choose_engine(plan.config).load
+        self.engine: Any = load(mesh.device.type)(plan, mesh, skip_timing, skip_waiting)
+        self._length = plan.config.model.seq_length
         self._plan = plan
         self._generator = torch.Generator().manual_seed(1)
         self._saved: list[Any] = []
         self._iteration = 0
-        self.addresses: list[list[int]] = []
-
-    def _make_unused_arguments(self) -> tuple[Any, Any]:
-        from megatron.engine.base import skip_timing, skip_waiting
-
-        return skip_timing, skip_waiting
 
     def call(self, event: str) -> tuple[Any, ...]:
         """Run an event, and return numbers and copies of all state."""
@@ -89,7 +84,7 @@ class History:
         numbers: Any = None
         match event.split():
             case ["evaluate"]:
-                numbers = engine.eval_batch(self._draw(2, 16))
+                numbers = engine.eval_batch(self._draw(2, self._length))
             case ["save"]:
                 self._saved = [shard.tensor.clone() for shard in shards]
                 self._scalars = engine.get_scalars()
@@ -218,7 +213,7 @@ def test_repeated_microbatches_have_the_bits_of_eager_ones(shape: str, pool: Pro
     # The evaluation, and the step with statistics unless it is the first one with its size.
     assert found["shared"] == (1 if sizes == 2 else 2)
     if shape == "fp16":
-        assert len({each for each in found["scalars"]}) > 5
+        assert len(set(found["scalars"])) > 5
 
 
 # -- planted errors --------------------------------------------------------------------------------
@@ -228,7 +223,7 @@ def skip_inputs(runner: Any, engine: Any) -> Any:
     """The graph reads the inputs of the microbatch that it was recorded with."""
     from megatron.extras.training.cuda_graph import captured_runner
 
-    return mock.patch.object(captured_runner, "foreach_copy_", lambda fixed, given: None)
+    return mock.patch.object(captured_runner, "foreach_copy_", return_value=None)
 
 
 def skip_labels(runner: Any, engine: Any) -> Any:
@@ -282,7 +277,7 @@ def move_weights(runner: Any, engine: Any) -> Any:
 
     patches = ExitStack()
     patches.enter_context(mock.patch.object(engine, "_refresh_model", move))
-    patches.enter_context(mock.patch.object(runner, "_describe", lambda inputs: wanted))
+    patches.enter_context(mock.patch.object(runner, "_describe", return_value=wanted))
     return patches
 
 
@@ -370,10 +365,14 @@ def test_each_planted_error_is_found(pool: ProcessPool) -> None:
 # -- what is not recorded --------------------------------------------------------------------------
 
 
+def read_on_host(norm: Any, x: Any) -> Any:
+    """Compute a norm in its own way, after the host has read a number."""
+    x.sum().item()
+    return x * norm.weight + norm.bias
+
+
 def refuse_recordings() -> dict[str, Any]:
     """Return what is logged if an operator cannot be recorded, or if memory does not suffice."""
-    import torch
-
     from megatron.model.norm import LayerNorm
 
     found: dict[str, Any] = {}
@@ -383,16 +382,11 @@ def refuse_recordings() -> dict[str, Any]:
         runner, recorder = capture(captured, plan, mesh)
         lines: list[str] = []
         runner._log = lines.append
+        patch: Any = mock.patch.object(LayerNorm, "forward", read_on_host)
         if name == "memory":
             recorder.shortage = "too small"
-        normalise = LayerNorm.forward
-
-        def read(norm: Any, x: torch.Tensor) -> torch.Tensor:
-            x.sum().item()
-            return normalise(norm, x)
-
-        patch: Any = mock.patch.object(LayerNorm, "forward", read)
-        with patch if name == "operator" else nullcontext():
+            patch = nullcontext()
+        with patch:
             differences = [compare(eager, captured, "train") for _ in range(4)]
         found[name] = differences, recorder.repeated, lines
     return found
@@ -409,43 +403,47 @@ def test_a_run_without_a_recording_goes_on_eagerly(pool: ProcessPool) -> None:
         assert {"operator": "aten._local_scalar_dense", "memory": "too small"}[name] in line
 
 
-def count_calls() -> tuple[float, float]:
-    """Return the calls in this package of a repeated microbatch, and of an eager one."""
+def count_calls() -> list[float]:
+    """Return the calls in this package of a repeated microbatch, and of an eager one.
+
+    What its functions call of torch and of Python counts too. The recorder is left out.
+    """
+    plan, mesh = start("--num-layers 12 --global-batch-size 4")
+    repeated, eager = History(plan, mesh), History(plan, mesh)
+    _, recorder = capture(repeated, plan, mesh)
+    counts = []
+    for history in (repeated, eager):
+        # The second step records.
+        history._train(4)
+        history._train(4)
+        counts.append(count_calls_of_step(history) / 4)
+    assert recorder.repeated == 8
+    return counts
+
+
+def count_calls_of_step(history: History) -> int:
+    """Return the calls of the passes of a step."""
     import cProfile
     import pstats
 
-    plan, mesh = start("--num-layers 12 --global-batch-size 4")
-    counts = []
-    for repeats in (True, False):
-        history = History(plan, mesh)
-        recorder = None
-        if repeats:
-            _, recorder = capture(history, plan, mesh)
-        passes = history.engine.runner.run
-        profile = cProfile.Profile()
+    profile = cProfile.Profile()
+    passes = history.engine.runner.run
 
-        def run(*arguments: Any, **options: Any) -> Any:
-            return profile.runcall(passes, *arguments, **options)
+    def run(*arguments: Any, **options: Any) -> Any:
+        return profile.runcall(passes, *arguments, **options)
 
-        for _ in range(2):
-            history._train(4)
-        with mock.patch.object(history.engine.runner, "run", run):
-            if recorder is not None:
-                # The first of these steps exists already.
-                assert recorder.repeated == 4
-            history._train(4)
-        rows = pstats.Stats(profile).stats.items()  # type: ignore[attr-defined]
-        own = [row[0] for (file, _, _), row in rows if "/megatron/" in file]
-        # What these functions call of torch and of Python counts too.
-        called = sum(
-            calls[0]
-            for (file, _, _), row in rows
-            if "/megatron/" not in file and "graph_stand_in" not in file
-            for (caller, _, _), calls in row[4].items()
-            if "/megatron/" in caller
-        )
-        counts.append((sum(own) + called) / 4)
-    return counts[0], counts[1]
+    with mock.patch.object(history.engine.runner, "run", run):
+        history._train(4)
+    rows = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    total = 0
+    for (file, _, _), (_, calls, _, _, callers) in rows.items():
+        if "graph_stand_in" in file:
+            continue
+        if "/megatron/" in file:
+            total += calls
+            continue
+        total += sum(each[0] for (caller, _, _), each in callers.items() if "/megatron/" in caller)
+    return total
 
 
 def test_a_repeated_microbatch_has_few_python_calls(pool: ProcessPool) -> None:

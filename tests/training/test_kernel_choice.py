@@ -149,9 +149,7 @@ CPU_OFFLOAD = {"checkpoint_activations": True, "checkpoint_in_cpu": True}
         ),
     ],
 )
-def test_which_plans_have_graphs(
-    changes: dict[str, Any], ranks: int, reason: str | None
-) -> None:
+def test_which_plans_have_graphs(changes: dict[str, Any], ranks: int, reason: str | None) -> None:
     changes = {**changes, "model": NO_DROPOUT | changes.get("model", {})}
     plan = resolve(with_changes(**changes), ranks)
     choice = choose_kernels(plan, KernelDevice("9.0"))

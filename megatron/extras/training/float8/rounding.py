@@ -316,7 +316,9 @@ def round_weights_in_place(
     """
     if dtype == torch.bfloat16 and _has_kernels(weights[0][0]):
         outs = [(one.values, one.inverse, two.values.t(), two.inverse) for one, two in rounded]
-        _round_all_tiles(*map(list, zip(*weights, strict=True)), *map(list, zip(*outs, strict=True)))
+        _round_all_tiles(
+            *map(list, zip(*weights, strict=True)), *map(list, zip(*outs, strict=True))
+        )
         return
     for arguments, pair in zip(weights, rounded, strict=True):
         for old, new in zip(pair, round_weight(*arguments, dtype), strict=True):

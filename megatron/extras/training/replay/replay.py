@@ -140,9 +140,7 @@ class MicrobatchReplay(Replay):
             differs = (_measure_distances(repeated, eager) > bounds).tolist()
         own = describe_difference(repeated.entries, differs)
         labels = gather_json(None if own is None else own.label, self._mesh.control)
-        lines = [
-            f"{self._mesh.names[rank]}: {label}" for rank, label in enumerate(labels) if label
-        ]
+        lines = [f"{self._mesh.names[rank]}: {label}" for rank, label in enumerate(labels) if label]
         if not lines:
             return
         message = (
