@@ -166,7 +166,7 @@ def compare_all_weights(device: str) -> list[str]:
             own = scales[start : start + count].unsqueeze(1) if by_row else scales[start]
             weights.append((master, own, scales[whole] if by_row else own))
         fresh = [round_weight(*each, torch.bfloat16) for each in weights]
-        kept = [round_weight(x + 1, *rest, torch.bfloat16) for x, *rest in weights]
+        kept = [round_weight(x + 1, own, whole, torch.bfloat16) for x, own, whole in weights]
         before = [each.values.data_ptr() for pair in kept for each in pair]
         round_weights_in_place(weights, kept, torch.bfloat16)
         if before != [each.values.data_ptr() for pair in kept for each in pair]:

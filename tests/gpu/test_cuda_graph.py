@@ -85,8 +85,11 @@ def record_a_wait() -> tuple[str, float]:
         recorder.record(wait)
     except RecordingError as error:
         message = str(error)
-    repeat = recorder.record(lambda: x.add_(1))  # type: ignore[arg-type, return-value]
-    repeat()
+
+    def add() -> None:
+        x.add_(1)
+
+    recorder.record(add)()
     with recorder.share_memory():
         total = x.sum()
     return message, float(total)

@@ -213,12 +213,10 @@ class _Graphs:
         self._model = model
         self._recorder = recorder
         self._parameters = list(model.parameters())
-        copies = {name: getattr(example, name) for name in _TENSORS}
-        self._inputs = replace(
-            example, **{name: None if it is None else it.clone() for name, it in copies.items()}
-        )
-        self._copied = [name for name, it in copies.items() if it is not None]
-        self._fixed = [getattr(self._inputs, name) for name in self._copied]
+        self._copied = [name for name in _TENSORS if getattr(example, name) is not None]
+        copies: dict[str, Any] = {name: getattr(example, name).clone() for name in self._copied}
+        self._inputs = replace(example, **copies)
+        self._fixed = list(copies.values())
         self._factor = torch.zeros((), dtype=torch.float32, device=example.tokens.device)
         self._loss = torch.zeros_like(self._factor)
         # An evaluation of another length replaces the tables of the model. These are those that the
@@ -226,7 +224,7 @@ class _Graphs:
         self._positions = _make_positions(model, self._inputs)
         for parameter in self._parameters:
             parameter.grad = None
-        # Autograd takes new memory for each gradient. Each repetition writes the same memory.
+        # Autograd takes memory of the pool for each gradient. Each repetition writes it again.
         self._first = recorder.record(self._compute)
         self.gradients = [parameter.grad for parameter in self._parameters]
         self._others: Callable[[], None] | None = None

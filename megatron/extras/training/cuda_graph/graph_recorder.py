@@ -6,7 +6,7 @@ overwrites it.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -54,13 +54,17 @@ class GraphRecorder(Protocol):
 class CudaGraphRecorder:
     """A `GraphRecorder` that records CUDA graphs."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, pause: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
         """Create a recorder without graphs.
 
         Args:
             device: This rank's GPU.
+            pause: Returns a context in which no collective is timed.
         """
         self._device = device
+        self._pause = pause
         self._pool = torch.cuda.MemPool()
         # The allocator gives freed memory to the same stream only, so all graphs and passes that
         # share it run on one.
@@ -90,9 +94,12 @@ class CudaGraphRecorder:
     def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
         # Threads that read data or save call CUDA too. With "thread_local" they do not end the
         # recording.
-        with torch.cuda.graph(
-            graph, pool=self._pool.id, stream=self._stream, capture_error_mode="thread_local"
-        ):
+        # torch has a type of its own for the number of a pool.
+        pool: Any = self._pool.id
+        recording = torch.cuda.graph(
+            graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"
+        )
+        with self._pause(), recording:
             run()
 
     def _describe(self, error: BaseException, run: Callable[[], None], before: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +21,21 @@ def add_graphs(kind: EngineKind) -> EngineKind:
         """Import the engine. See `EngineKind.load`."""
         build: Any = kind.load(device_type)
 
-        def build_with_graphs(plan: Plan, mesh: Mesh, *arguments: Any, **options: Any) -> Engine:
+        def build_with_graphs(
+            plan: Plan, mesh: Mesh, timers: Any, *arguments: Any, **options: Any
+        ) -> Engine:
             """Build the engine. The choice of `plan.kernel_choice` is in the plan."""
-            engine: Engine = build(plan, mesh, *arguments, **options)
+            engine: Engine = build(plan, mesh, timers, *arguments, **options)
             if device_type == "cuda" and plan.config.kernels.cuda_graph == "on":
                 from megatron.engine.native import NativeEngine
                 from megatron.extras.training.cuda_graph.captured_runner import capture_microbatches
                 from megatron.extras.training.cuda_graph.graph_recorder import CudaGraphRecorder
 
                 assert isinstance(engine, NativeEngine), "no other engine has graphs"
-                capture_microbatches(engine, plan, mesh, CudaGraphRecorder(mesh.device))
+                # Events that time collectives cannot be read if they are in a graph.
+                pause = timers.pause if mesh.grid.world_size > 1 else nullcontext
+                recorder = CudaGraphRecorder(mesh.device, pause)
+                capture_microbatches(engine, plan, mesh, recorder)
             return engine
 
         return build_with_graphs
