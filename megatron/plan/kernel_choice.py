@@ -79,6 +79,7 @@ def choose_kernels(plan: Plan, device: KernelDevice) -> KernelChoice:
     values["cuda_graph"] = "on" if obstacle is None else "off"
     if obstacle is None:
         reasons["cuda_graph"] = "recorded in the second step, then repeated by the GPU"
+    # The table of a run on CPUs has no row, unless the flag is given.
     elif (device.gpu, kernels.cuda_graph) != (CPU, "auto"):
         reasons["cuda_graph"] = obstacle
     return KernelChoice(replace(kernels, **values), reasons)

@@ -98,6 +98,7 @@ class CapturedRunner:
 
     def run(self, inputs: Sequence[Inputs], factor: float, *, train: bool) -> Tensor:
         """Run the microbatches one after the other. See `Runner.run`."""
+        # An evaluation has other sizes than a step, and happens rarely.
         if not train:
             with self._share_memory(inputs[0]):
                 return self._eager.run(inputs, factor, train=False)
@@ -126,12 +127,14 @@ class CapturedRunner:
         return sizes, in_float8, [parameter.data_ptr() for parameter in self._parameters]
 
     def _can_record(self, inputs: Inputs) -> bool:
+        # Bounds of documents are Python numbers, and likelihoods are tensors of the caller.
         if self._is_paused or self._given_up or inputs.tokens.shape[1] < self._shortest:
             return False
         return all(getattr(inputs, name) is None for name in _FIXED)
 
     def _count_hooks(self) -> int:
         """Return the number of hooks of the blocks, which a graph would not call."""
+        # Statistics, replays and the comparison of ranks add hooks for single steps.
         blocks = self._model.blocks.children()
         return sum(len(it._forward_hooks) + len(it._forward_pre_hooks) for it in blocks)
 
@@ -145,6 +148,7 @@ class CapturedRunner:
                 if shortage := self._recorder.find_shortage(added * self._needs_gradients):
                     return self._give_up(f"memory: {shortage}")
                 self._graphs = _Graphs(self._model, self._recorder, inputs[0], wanted)
+            # A ramp-up of the batch size may begin with one microbatch.
             if len(inputs) > 1:
                 self._graphs.record_sum()
         except RecordingError as error:
@@ -158,6 +162,7 @@ class CapturedRunner:
         return False
 
     def _drop_graphs(self) -> None:
+        # A gradient in the memory of a graph would keep that memory allocated.
         self._graphs = None
         for parameter in self._parameters:
             parameter.grad = None
@@ -168,6 +173,7 @@ class CapturedRunner:
         """Run microbatches, and leave the gradients where the graphs write them."""
         if self._graphs is None:
             return self._eager.run(inputs, factor, train=True)
+        # The sum has the order of the eager runner. It is made outside of the shared memory.
         total = torch.zeros((), dtype=torch.float32, device=inputs[0].tokens.device)
         with self._share_memory(inputs[0]):
             with self._graphs.keep_gradients():
@@ -250,6 +256,7 @@ class _Graphs:
 
     def repeat(self, inputs: Sequence[Inputs], factor: float) -> Tensor:
         """Repeat the graphs for the microbatches of a step, and return the mean loss."""
+        # The engine has dropped its references at the end of the last step.
         self._set_gradients()
         self._factor.fill_(factor)
         total = torch.zeros_like(self._loss)
@@ -280,6 +287,7 @@ class _Graphs:
 
         def watch(block: nn.Module, arguments: tuple[Any, ...]) -> None:
             own = list(block.parameters())
+            # The gradient of its input is the last one of a block.
             x = arguments[0]
             if x.requires_grad:
                 x.register_hook(lambda _: move(own))

@@ -25,6 +25,7 @@ def add_graphs(kind: EngineKind) -> EngineKind:
             plan: Plan, mesh: Mesh, timers: Any, *arguments: Any, **options: Any
         ) -> Engine:
             """Build the engine. The choice of `plan.kernel_choice` is in the plan."""
+            # A graph is recorded in the second step, so the engine is built as without graphs.
             engine: Engine = build(plan, mesh, timers, *arguments, **options)
             if device_type == "cuda" and plan.config.kernels.cuda_graph == "on":
                 from megatron.engine.native import NativeEngine

@@ -41,6 +41,7 @@ class FixedWeights:
             for products, masters in self._replaced
             for scale, master in zip(products.scales, masters, strict=True)
         ]
+        # The first time, each weight gets its memory.
         if self._rounded:
             round_weights_in_place(weights, self._rounded, self._dtype)
         else:

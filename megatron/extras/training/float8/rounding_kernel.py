@@ -220,6 +220,7 @@ def _round_tile_of_some(
     entry = table + tl.load(owners + tl.program_id(0)) * fields
     rows = _read_number(entry, 7, aligned)
     columns = _read_number(entry, 8, aligned)
+    # The tiles of a weight are numbered by rows.
     tile = tl.program_id(0) - tl.load(entry + 9)
     tiles = tl.cdiv(columns, block_columns)
     _write_tile(
@@ -270,6 +271,7 @@ def _find_largest_of_some(
         inside = (column < width) & (first + column < size)
         values = tl.load(x + first + column, mask=inside, other=0.0)
         top = tl.maximum(top, tl.max(_read_magnitude(values), 0))
+    # Whole numbers have an order that does not depend on the order of the programs.
     tl.atomic_max(largest + tl.load(entry + 3) + (row if by_row else 0), top)
     if by_row:
         tl.atomic_max(largest + tl.load(entry + 4), top)
@@ -366,6 +368,7 @@ def _build_table(
         programs: The number of programs of each entry.
         device: The device of the result.
     """
+    # Weights keep their memory, so that a run builds each table once. The copy to the device waits.
     firsts = [0, *accumulate(programs)]
     rows = [(*entry, first) for entry, first in zip(entries, firsts, strict=False)]
     numbers = torch.arange(len(programs)).repeat_interleave(torch.tensor(programs))
@@ -394,6 +397,7 @@ def launch_all_largest(
         largest: In fp32, at least 0.
         by_row: Whether each row has a value.
     """
+    # A program reads one row. With one value for a matrix, a block of its memory counts as a row.
     widths = [each.shape[1] if by_row else _BLOCK for each in matrices]
     programs = tuple(
         triton.cdiv(each.numel(), width) for each, width in zip(matrices, widths, strict=True)

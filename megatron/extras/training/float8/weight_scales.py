@@ -74,13 +74,14 @@ class WeightMaxima:
             group: The ranks that share one copy of the stages, or None for this rank alone.
             comm_timer: The timer of communication.
         """
-        count = sum(rows.values())
-        # The last ones are the largest values of complete weights.
-        self._values = torch.zeros(count + len(rows), dtype=torch.float32, device=device)
-        parts = self._values[:count].split(list(rows.values()))
-        self._parts = dict(zip(rows, parts, strict=True))
-        self._wholes = {name: count + number for number, name in enumerate(rows)}
+        self._count = sum(rows.values())
         self._by_row = any(number > 1 for number in rows.values())
+        # With a value for each row, the last ones are those of complete weights.
+        size = self._count + len(rows) * self._by_row
+        self._values = torch.zeros(size, dtype=torch.float32, device=device)
+        parts = self._values[: self._count].split(list(rows.values()))
+        self._parts = dict(zip(rows, parts, strict=True))
+        self._wholes = {name: self._count + number for number, name in enumerate(rows)}
         # FSDP2 gives some ranks no row of a weight.
         self._masters = [m for m in masters if m.name in rows and m.weight.numel()]
         self._dtype = dtype
@@ -124,6 +125,7 @@ class WeightMaxima:
         for master in self._masters:
             values = self._parts[master.name]
             shard = master.weight.data
+            # The order of rows matters only if each has a value.
             pieces = [Piece(0, 0, len(shard))]
             if self._by_row:
                 pieces = list(master.spec.locate_rows(master.offset[0], len(shard)))
@@ -135,5 +137,10 @@ class WeightMaxima:
             find_all_largest(matrices, starts, wholes, self._values, by_row=self._by_row)
         self._values.copy_(self._values.to(self._dtype))
         if self._group is not None:
+            shared = self._values[: self._count]
             with self._comm_timer():
-                dist.all_reduce(self._values, op=dist.ReduceOp.MAX, group=self._group)
+                dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self._group)
+            # The rows of other ranks may be larger.
+            if self._by_row:
+                for name, values in self._parts.items():
+                    self._values[self._wholes[name]] = values.max()
