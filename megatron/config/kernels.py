@@ -63,9 +63,9 @@ class KernelsConfig:
     cuda_graph: Literal["auto", "on", "off"] = "auto"
     """Record the kernels of a microbatch's forward and backward pass in a CUDA graph, and let the
     GPU repeat it. Python then starts no kernels, which small and compiled models wait for. All
-    numbers stay the same. auto: on one GPU, if the memory suffices. on: also with tensor
-    parallelism, and without the check of the memory. The table at the start gives the reason if a
-    run has no graphs, as with dropout, a pipeline, experts or --reset-attention-mask."""
+    numbers stay the same. auto: on one GPU. on: also with tensor parallelism. The table at the
+    start gives the reason if a run has no graphs, as with dropout, a pipeline, experts or
+    --reset-attention-mask. If the memory does not suffice, the log says so."""
 
     @property
     def fusion_flags(self) -> tuple[str, ...]:
