@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -401,6 +402,31 @@ def test_a_run_without_a_recording_goes_on_eagerly(pool: ProcessPool) -> None:
         (line,) = lines
         assert "--cuda-graph" in line
         assert {"operator": "aten._local_scalar_dense", "memory": "too small"}[name] in line
+
+
+def build_engines() -> dict[str, str]:
+    """Return the class of the runner for each value of --cuda-graph, as an engine is built."""
+    from engine.graph_stand_in import StandIn
+
+    from megatron.extras.training.cuda_graph import graph_recorder, kind
+
+    found = {}
+    plan, mesh = start(SHAPES["float8"])
+    for value in ("on", "off"):
+        kernels = replace(plan.config.kernels, cuda_graph=value)  # type: ignore[arg-type]
+        chosen = replace(plan, config=replace(plan.config, kernels=kernels))
+        with (
+            mock.patch.object(kind, "_has_cuda", return_value=True),
+            mock.patch.object(graph_recorder, "CudaGraphRecorder", return_value=StandIn()),
+        ):
+            found[value] = type(History(chosen, mesh).engine.runner).__name__
+    return found
+
+
+def test_an_engine_is_built_with_graphs_if_they_are_chosen(pool: ProcessPool) -> None:
+    outcomes = pool.run(1, build_engines)
+    succeed(outcomes)
+    assert outcomes[0].value == {"on": "CapturedRunner", "off": "SingleStageRunner"}
 
 
 def count_calls() -> list[float]:

@@ -21,20 +21,18 @@ def add_graphs(kind: EngineKind) -> EngineKind:
         """Import the engine. See `EngineKind.load`."""
         build: Any = kind.load(device_type)
 
-        def build_with_graphs(
-            plan: Plan, mesh: Mesh, timers: Any, *arguments: Any, **options: Any
-        ) -> Engine:
+        def build_with_graphs(plan: Plan, mesh: Mesh, *arguments: Any, **options: Any) -> Engine:
             """Build the engine. The choice of `plan.kernel_choice` is in the plan."""
             # A graph is recorded in the second step, so the engine is built as without graphs.
-            engine: Engine = build(plan, mesh, timers, *arguments, **options)
-            if device_type == "cuda" and plan.config.kernels.cuda_graph == "on":
+            engine: Engine = build(plan, mesh, *arguments, **options)
+            if plan.config.kernels.cuda_graph == "on" and _has_cuda():
                 from megatron.engine.native import NativeEngine
                 from megatron.extras.training.cuda_graph.captured_runner import capture_microbatches
                 from megatron.extras.training.cuda_graph.graph_recorder import CudaGraphRecorder
 
                 assert isinstance(engine, NativeEngine), "no other engine has graphs"
                 # Events that time collectives cannot be read if they are in a graph.
-                pause = timers.pause if mesh.grid.world_size > 1 else nullcontext
+                pause = arguments[0].pause if mesh.grid.world_size > 1 else nullcontext
                 recorder = CudaGraphRecorder(mesh.device, pause)
                 capture_microbatches(engine, plan, mesh, recorder)
             return engine
@@ -42,3 +40,10 @@ def add_graphs(kind: EngineKind) -> EngineKind:
         return build_with_graphs
 
     return replace(kind, load=load, has_graphs=True)
+
+
+def _has_cuda() -> bool:
+    """Return whether torch is built for CUDA. A dry run has fake tensors of a GPU without it."""
+    import torch
+
+    return torch.backends.cuda.is_built()
