@@ -217,6 +217,28 @@ def test_repeated_microbatches_have_the_bits_of_eager_ones(shape: str, pool: Pro
         assert len(set(found["scalars"])) > 5
 
 
+def ramp_up() -> tuple[list[str], list[int]]:
+    """Return what differs if steps have one microbatch at first, and the number of recordings."""
+    plan, mesh = start("--bf16 --gradient-accumulation-fusion")
+    eager, captured = History(plan, mesh), History(plan, mesh)
+    _, recorder = capture(captured, plan, mesh)
+    counts = (1, 1, 2, 2, 1, 3)
+    differences, recordings = [], []
+    for count in counts:
+        differences.append(compare(eager, captured, f"train {count}"))
+        recordings.append(len(recorder.tapes))
+    return differences, recordings
+
+
+def test_a_second_microbatch_is_recorded_when_there_is_one(pool: ProcessPool) -> None:
+    outcomes = pool.run(1, ramp_up)
+    succeed(outcomes)
+    differences, recordings = outcomes[0].value
+    assert differences == [""] * 6
+    # The first step with two microbatches is eager again, beside the graph of the first one.
+    assert recordings == [0, 1, 1, 2, 2, 2]
+
+
 # -- planted errors --------------------------------------------------------------------------------
 
 

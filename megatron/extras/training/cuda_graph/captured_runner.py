@@ -72,7 +72,8 @@ class CapturedRunner:
         self._needs_gradients = has_eager_steps
         """Whether a pass beside all gradients needs memory that no step has used yet."""
         self._warm: Any = None
-        """What `_describe` returned for the latest eager step."""
+        """What `_describe` returned for the latest step that was eager to prepare a recording, and
+        whether it had several microbatches."""
         self._graphs: _Graphs | None = None
 
     @property
@@ -108,13 +109,15 @@ class CapturedRunner:
         if self._count_hooks() != self._hooks or not self._can_record(inputs[0]):
             return self._run_eagerly(inputs, factor)
         # A real step comes first. It compiles kernels and lets libraries choose theirs, which
-        # cannot be recorded.
-        if self._graphs is None and self._warm != wanted:
-            self._warm = wanted
+        # cannot be recorded. Later microbatches have kernels that add to gradients.
+        adds = len(inputs) > 1
+        is_recorded = self._graphs is not None and self._graphs.adds >= adds
+        if not is_recorded and self._warm not in ((wanted, True), (wanted, adds)):
+            self._warm = wanted, adds
             # The later microbatches have had all gradients beside their activations.
-            self._needs_gradients &= len(inputs) == 1
+            self._needs_gradients &= not adds
             return self._run_eagerly(inputs, factor)
-        if not self._prepare_graphs(inputs, factor, wanted):
+        if not self._prepare_graphs(inputs, wanted):
             return self._run_eagerly(inputs, factor)
         assert self._graphs is not None, "graphs were prepared"
         return self._graphs.repeat(inputs, factor)
@@ -140,7 +143,7 @@ class CapturedRunner:
 
     # -- graphs -----------------------------------------------------------------------------------
 
-    def _prepare_graphs(self, inputs: Sequence[Inputs], factor: float, wanted: Any) -> bool:
+    def _prepare_graphs(self, inputs: Sequence[Inputs], wanted: Any) -> bool:
         """Record the graphs that a step needs and that do not exist. Return whether they exist."""
         try:
             if self._graphs is None:
@@ -234,6 +237,11 @@ class _Graphs:
         self._first = recorder.record(self._compute)
         self.gradients = [parameter.grad for parameter in self._parameters]
         self._others: Callable[[], None] | None = None
+
+    @property
+    def adds(self) -> bool:
+        """Whether there is a graph of the later microbatches."""
+        return self._others is not None
 
     def record_sum(self) -> None:
         """Record the graph of the later microbatches, if there is none.
