@@ -435,7 +435,7 @@ def build_engines() -> dict[str, str]:
     found = {}
     plan, mesh = start(SHAPES["float8"])
     for value in ("on", "off"):
-        kernels = replace(plan.config.kernels, cuda_graph=value)  # type: ignore[arg-type]
+        kernels = replace(plan.config.kernels, cuda_graph=value)
         chosen = replace(plan, config=replace(plan.config, kernels=kernels))
         with (
             mock.patch.object(kind, "_has_cuda", return_value=True),
