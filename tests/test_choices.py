@@ -40,6 +40,7 @@ from megatron.model.norm import describe_norm
 from megatron.model.shape import ModelShape
 from megatron.observe.log_line import LINE_FORMATS
 from megatron.parallel.mesh import TensorParallel
+from megatron.plan.kernel_choice import KernelDevice, choose_kernels
 from megatron.plan.resolve import resolve
 from megatron.plan.rules.data import check_tokenizer_files
 from megatron.schedule.curriculum import Curriculum
@@ -235,6 +236,11 @@ USES: dict[str, list[Callable[[Any], object]]] = {
     "parallel.sharding_strategy": [
         lambda value: STRATEGY_STAGES[value],
         lambda value: resolve(with_changes(parallel={"sharding_strategy": value}), 1),
+    ],
+    "kernels.cuda_graph": [
+        lambda value: choose_kernels(
+            resolve(with_changes(kernels={"cuda_graph": value}), 1), KernelDevice("9.0")
+        )
     ],
     "parallel.replay_action": [lambda value: EXCLUDES[value]],
     "precision.fp8_format": [lambda value: GRADIENTS[value]],

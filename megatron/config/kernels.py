@@ -64,6 +64,12 @@ class KernelsConfig:
     instead of one call for each document. It is for --reset-attention-mask with short documents. It
     needs --bf16 or --fp16 and --attention-dropout 0, and has no ALiBi.
     On a CPU, a loop computes the same."""
+    cuda_graph: Literal["auto", "on", "off"] = "auto"
+    """Record the kernels of a microbatch's forward and backward pass in a CUDA graph, and let the
+    GPU repeat it. Python then starts no kernels, which small and compiled models wait for. All
+    numbers stay the same. auto: on one GPU. on: also with tensor parallelism. The table at the
+    start gives the reason if a run has no graphs, as with dropout, a pipeline, experts or
+    --reset-attention-mask. If the memory does not suffice, the log says so."""
 
     @property
     def names_fused_attention(self) -> bool:

@@ -45,6 +45,9 @@ def list_kernels(
         ("precision", *_describe_precision(plan, execution, loss_scale)),
     ]
     rows += _describe_fused_kernels(plan, mesh, execution)
+    if "cuda_graph" in plan.kernel_reasons:
+        what = {"on": "forward and backward pass"}.get(plan.config.kernels.cuda_graph, "none")
+        rows.append(("CUDA graph", what, plan.kernel_reasons["cuda_graph"]))
     if mesh.grid.context > 1:
         rows.append(("sequence", *_describe_context(plan, mesh)))
     if mesh.grid.pipeline > 1:

@@ -62,6 +62,8 @@ class EngineKind:
     """Returns the settings that are not in the configuration. It never raises an error."""
     find_kernel_obstacle: Callable[[str], str] = _miss_kernels
     """Returns why this rank cannot run fused kernels on a type of device, or an empty text."""
+    has_graphs: bool = False
+    """Whether it can record microbatches as CUDA graphs."""
 
     def list_unsupported(self, plan: Plan) -> list[str]:
         """Return a line for each setting that the engine cannot run, with what to do instead."""

@@ -7,11 +7,12 @@ ranks make the same one. See docs/decisions/056.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, assert_never
 
 from megatron.config.fields import all_fields
 from megatron.config.kernels import FUSED_ATTENTION, AttentionBackend, KernelsConfig
 from megatron.config.tree import Config
+from megatron.plan.graph_choice import find_default_obstacle, find_graph_obstacle
 from megatron.plan.run_plan import Plan
 
 CPU = "cpu"
@@ -42,6 +43,8 @@ class KernelDevice:
     a GPU of AMD is "rocm"."""
     obstacle: str = ""
     """Why a rank cannot run the Triton kernels. Empty: all ranks can."""
+    has_graphs: bool = True
+    """Whether the engine can record microbatches as CUDA graphs."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,13 @@ def choose_kernels(plan: Plan, device: KernelDevice) -> KernelChoice:
     if kernels.attention_backend == ("by-gpu",):
         values["attention_backend"] = _choose_attention_order(config, device)
         reasons["attention_backend"] = f"the default on compute capability {device.gpu}"
+    obstacle = _find_obstacle_of_graphs(plan, device)
+    values["cuda_graph"] = "on" if obstacle is None else "off"
+    if obstacle is None:
+        reasons["cuda_graph"] = "recorded in the second step, then repeated by the GPU"
+    # The table of a run on CPUs has no row, unless the flag is given.
+    elif (device.gpu, kernels.cuda_graph) != (CPU, "auto"):
+        reasons["cuda_graph"] = obstacle
     return KernelChoice(replace(kernels, **values), reasons)
 
 
@@ -151,6 +161,27 @@ def _find_obstacle_of_sums(plan: Plan) -> str | None:
     if plan.weight_ranks > 1 and (once or plan.zero_stage > 1):
         return "gradients are sent after each microbatch"
     return None
+
+
+def _find_obstacle_of_graphs(plan: Plan, device: KernelDevice) -> str | None:
+    """Return why no microbatch is recorded as a CUDA graph, or None if they are."""
+    given = plan.config.kernels.cuda_graph
+    match given:
+        case "off":
+            return "--cuda-graph off"
+        case "on":
+            reason = find_graph_obstacle(plan)
+        case "auto":
+            reason = find_default_obstacle(plan)
+        case _:
+            assert_never(given)
+    if device.gpu == CPU:
+        return "a CPU has none"
+    if ROCM in device.gpu:
+        return "never tried on a GPU of AMD"
+    if reason is None and not device.has_graphs:
+        return "megatron.extras.training.cuda_graph is not installed"
+    return reason
 
 
 def _choose_attention_order(config: Config, device: KernelDevice) -> tuple[AttentionBackend, ...]:

@@ -804,6 +804,7 @@ def test_a_rule_finds_nothing_while_its_fields_have_their_defaults():
 
 UNUSUAL_PLANS: dict[str, dict[str, object]] = {
     "curriculum": {
+        "cuda_graph": "on",
         "curriculum_schedule_type": "fixed_discrete",
         "curriculum_difficulties": (8, 16),
         "curriculum_max_steps": (4,),

@@ -18,10 +18,12 @@ from torch import Tensor
 from megatron.extras.training.float8 import rounding
 from megatron.extras.training.float8.rounding import (
     FORWARD,
+    find_all_largest,
     find_largest,
     round_complete_rows,
     round_to_float8,
     round_weight,
+    round_weights_in_place,
 )
 
 E5M2 = torch.float8_e5m2
@@ -138,18 +140,64 @@ def compare_matrix(x: Tensor) -> list[str]:
     return [name for name, (a, b) in found.items() if not all(map(are_equal, *map(wrap, (a, b))))]
 
 
+def compare_all_weights(device: str) -> list[str]:
+    """Return the names of the comparisons of kernels for many weights that fail."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = ((130, 71), (1, 16), (7, 300), (40, 16))
+    masters = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+    masters[1][0, 3] = math.nan
+    masters[2][2, 299] = -math.inf
+    masters[3].zero_()
+    wrong = []
+    for by_row in (False, True):
+        counts = [len(each) if by_row else 1 for each in masters]
+        starts = [sum(counts[:number]) for number in range(len(masters))]
+        wholes = [sum(counts) + number for number in range(len(masters))]
+        arguments = masters, starts, wholes
+        largest = torch.zeros(sum(counts) + len(masters), device=device)
+        expected = torch.zeros_like(largest)
+        find_all_largest(*arguments, largest, by_row=by_row)
+        compute_reference(find_all_largest, *arguments, expected, by_row=by_row)
+        if not torch.equal(largest, expected):
+            wrong.append(f"largest, by row: {by_row}")
+        scales = expected.bfloat16().float()
+        weights = []
+        for master, start, count, whole in zip(masters, starts, counts, wholes, strict=True):
+            own = scales[start : start + count].unsqueeze(1) if by_row else scales[start]
+            weights.append((master, own, scales[whole] if by_row else own))
+        fresh = [round_weight(*each, torch.bfloat16) for each in weights]
+        kept = [round_weight(x + 1, own, whole, torch.bfloat16) for x, own, whole in weights]
+        before = [each.values.data_ptr() for pair in kept for each in pair]
+        round_weights_in_place(weights, kept, torch.bfloat16)
+        if before != [each.values.data_ptr() for pair in kept for each in pair]:
+            wrong.append("memory")
+        wrong += [
+            f"weight {number}, by row: {by_row}"
+            for number, pairs in enumerate(zip(kept, fresh, strict=True))
+            if not all(map(are_equal, *pairs))
+        ]
+    return wrong
+
+
 def wrap(result: Any) -> tuple[Any, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
 def test_kernels_have_the_bits_of_pytorch(interpreters: ProcessPoolExecutor) -> None:
     assert interpreters.submit(compare_all, "cpu").result() == []
+    assert interpreters.submit(compare_all_weights, "cpu").result() == []
 
 
 POINTERS = {
     **dict.fromkeys(("values", "transposed"), "u8"),
+    "table": "i64",
+    "owners": "i64",
     **dict.fromkeys(("largest", "whole", "inverse", "inverse_of_whole"), "fp32"),
 }
+
+
+TABLE = {"fields": 10, "aligned": True, "by_row": True}
+"""Constants of the kernels for many weights."""
 
 
 def compile_kernel(kernel: Any, source: str, constants: dict[str, Any]) -> str:
@@ -165,7 +213,7 @@ def compile_kernel(kernel: Any, source: str, constants: dict[str, Any]) -> str:
     from triton.compiler import ASTSource
 
     pointers = POINTERS | {"x": source}
-    if "block" in constants and kernel.arg_names[2] == "size":
+    if "block" in constants and kernel.arg_names[2] in ("size", "largest"):
         pointers["largest"] = "i32"
     types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
     types |= {name: f"*{pointers[name]}" for name in kernel.arg_names if name in pointers}
@@ -187,11 +235,14 @@ def test_kernels_compile_for_hopper_and_move_16_bytes_at_once(
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     block = {"block": 4096}
-    tiles = {"block_rows": 128, "block_columns": 64, "with_values": True, "with_transposed": True}
+    tile = {"block_rows": 128, "block_columns": 64}
+    tiles = tile | {"with_values": True, "with_transposed": True}
     wide_loads = {
         compile_kernel(kernels._find_largest, "bf16", block): 0,
         compile_kernel(kernels._find_largest_of_rows, "fp32", block): 0,
         compile_kernel(kernels._round_row, "bf16", block | {"is_e4m3": False}): 2,
+        compile_kernel(kernels._find_largest_of_some, "fp32", TABLE | block): 0,
+        compile_kernel(kernels._round_tile_of_some, "fp32", TABLE | tile): 8,
         # 64 values of a thread, in both orders.
         compile_kernel(kernels._round_tile, "fp32", tiles | {"by_row": True, "is_e4m3": True}): 8,
     }

@@ -57,12 +57,13 @@ CALLS = [each for each in HISTORY if each.split()[0] in ("train", "evaluate")]
 @contextmanager
 def patch_rounding(*, stale: bool) -> Iterator[None]:
     """Keep the weights of the call before, if asked to."""
+    from megatron.extras.training.float8.fixed_weights import FixedWeights
     from megatron.extras.training.float8.products import Float8Products
 
     with ExitStack() as stack:
-        for name in ("round_weights", "forget_weights"):
-            if stale:
-                stack.enter_context(mock.patch.object(Float8Products, name))
+        if stale:
+            stack.enter_context(mock.patch.object(Float8Products, "forget_weights"))
+            stack.enter_context(mock.patch.object(FixedWeights, "round"))
         yield
 
 

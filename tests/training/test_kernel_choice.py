@@ -18,10 +18,12 @@ from megatron.config.normalise import read_argv
 from megatron.engine.kind import EngineKind
 from megatron.parallel.ranks import Ranks
 from megatron.plan import kernel_choice
+from megatron.plan.graph_choice import find_shortest_recorded
 from megatron.plan.kernel_choice import CPU, SWITCHES, KernelDevice, choose_kernels
 from megatron.plan.resolve import resolve
 from megatron.run.start.kernel_choice import choose_run_kernels
 from megatron.run.state import TrainState
+from megatron.schedule.curriculum import FOREVER, Curriculum
 
 GPU = torch.device("cuda", 0)
 CUDNN = ("fused", "flash", "efficient", "unfused")
@@ -118,6 +120,55 @@ def test_the_order_of_attention_kernels(
 ) -> None:
     chosen = choose_kernels(resolve(with_changes(**changes), 1), KernelDevice(gpu))
     assert chosen.kernels.attention_backend == order
+
+
+NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+CPU_OFFLOAD = {"checkpoint_activations": True, "checkpoint_in_cpu": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "reason"),
+    [
+        ({}, 1, None),
+        ({"kernels": {"use_torch_compile": True}}, 1, None),
+        ({"kernels": {"cuda_graph": "off"}}, 1, "--cuda-graph off"),
+        ({"model": {"hidden_dropout": 0.1}}, 1, "dropout"),
+        ({"model": {"attention_dropout": 0.1}}, 1, "dropout"),
+        ({"model": {"num_experts": 4}}, 1, "expert"),
+        ({"data": {"reset_attention_mask": True}}, 1, "documents"),
+        ({"recompute": CPU_OFFLOAD}, 1, "host memory"),
+        ({"parallel": {"deepspeed": True}}, 1, "DeepSpeed"),
+        ({"kernels": {"cuda_graph": "on"}}, 2, "FSDP2"),
+        ({"parallel": {"context_parallel_size": 2}}, 2, "FSDP2"),
+        ({"parallel": {"pipeline_model_parallel_size": 2}}, 2, "pipeline"),
+        ({"parallel": {"tensor_model_parallel_size": 2}}, 2, "several GPUs"),
+        (
+            {"parallel": {"tensor_model_parallel_size": 2}, "kernels": {"cuda_graph": "on"}},
+            2,
+            None,
+        ),
+    ],
+)
+def test_which_plans_have_graphs(changes: dict[str, Any], ranks: int, reason: str | None) -> None:
+    changes = {**changes, "model": NO_DROPOUT | changes.get("model", {})}
+    plan = resolve(with_changes(**changes), ranks)
+    choice = choose_kernels(plan, KernelDevice("9.0"))
+    assert choice.kernels.cuda_graph == ("on" if reason is None else "off")
+    assert (reason or "repeated by the GPU") in choice.reasons["cuda_graph"]
+    on_cpu = choose_kernels(plan, KernelDevice(CPU))
+    assert on_cpu.kernels.cuda_graph == "off"
+    # A run on CPUs that asks for nothing has no row.
+    assert ("cuda_graph" in on_cpu.reasons) == ("cuda_graph" in changes.get("kernels", {}))
+    assert choose_kernels(plan, KernelDevice("9.0", has_graphs=False)).kernels.cuda_graph == "off"
+    assert choose_kernels(plan, KernelDevice("rocm")).kernels.cuda_graph == "off"
+
+
+def test_the_longest_lengths_of_a_curriculum_have_graphs() -> None:
+    growing = Curriculum("fixed_linear", 8, 256, total_curriculum_step=31, difficulty_step=8)
+    assert find_shortest_recorded(growing, 1, 100) == 256 - 7 * 8
+    assert find_shortest_recorded(growing, 1, FOREVER) == 256 - 7 * 8
+    assert find_shortest_recorded(growing, 1, 2) == 16
+    assert find_shortest_recorded(None, 1, 100) == 0
 
 
 class FakeRanks:

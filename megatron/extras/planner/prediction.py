@@ -24,6 +24,7 @@ from megatron.extras.planner.cost.parameter_traffic import reduces_each_microbat
 from megatron.extras.planner.cost.search import SearchSpace
 from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
 from megatron.extras.training.float8.recipe import ROWWISE, list_float8_layers
+from megatron.plan.graph_choice import runs_eager_passes
 from megatron.plan.kernel_choice import CPU, KernelDevice, choose_kernels
 from megatron.plan.run_plan import Plan
 from megatron.tokenizer import compute_padded_vocab_size
@@ -72,6 +73,8 @@ def describe_software(plan: Plan, hardware: Hardware) -> Software:
         fp32_residual=config.precision.fp32_residual_connection,
         kept_operators=config.recompute.checkpoint_keep_operators,
         fused_gradients=bool(kernels.gradient_accumulation_fusion),
+        # A graph alone reuses the memory of activations for gradients, as an eager pass does.
+        kept_gradients=kernels.cuda_graph == "on" and runs_eager_passes(config),
         fused_rotation=bool(kernels.rope_fusion),
         fused_gate=bool(kernels.bias_swiglu_fusion),
         fused_loss=bool(kernels.cross_entropy_loss_fusion),

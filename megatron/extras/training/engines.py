@@ -16,6 +16,7 @@ def choose_engine(config: Config) -> EngineKind:
         from megatron.extras.training.float8.kind import FLOAT8
 
         kind = FLOAT8
+    from megatron.extras.training.cuda_graph.kind import add_graphs
     from megatron.extras.training.kernels.kind import add_kernels
 
-    return add_kernels(kind)
+    return add_graphs(add_kernels(kind))

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.model.shape import ModelShape
+from megatron.plan.graph_choice import find_graph_obstacle
+from megatron.plan.rules.contexts import PlanContext
 from megatron.plan.rules.finding import Finding, error, warning
 
 
@@ -172,4 +174,16 @@ def warn_fusion_with_shared_groups(settings: ConfigWithOrigin) -> Iterator[Findi
             f"{settings.describe('kernels.gradient_accumulation_fusion')} leaves out the "
             f"projection to queries, keys and values with {asked}: it is put together from two "
             "weights, because ranks share groups."
+        )
+
+
+def warn_about_cuda_graph(context: PlanContext) -> Iterator[Finding]:
+    """Warn if --cuda-graph on has no effect."""
+    if context.config.kernels.cuda_graph != "on":
+        return
+    reason = find_graph_obstacle(context.plan)
+    if reason is not None:
+        yield warning(
+            f"{context.describe('kernels.cuda_graph')} has no effect: {reason}. "
+            "docs/cuda_graphs.md lists what a graph can hold."
         )

@@ -329,6 +329,7 @@ PLAN_RULES: tuple[Rule[PlanContext], ...] = (
     ),
     if_given(layout.check_context_parallel, "parallel.context_parallel_size"),
     if_given(layout.check_muon, "optimizer.optimizer"),
+    if_given(kernels.warn_about_cuda_graph, "kernels.cuda_graph"),
     if_given(experts.check_expert_parallel, experts.SIZE),
     if_given(batch.warn_about_bare_thresholds, "batch.step_batch_size_schedule"),
     if_given(batch.check_final_step, "batch.step_batch_size_schedule"),

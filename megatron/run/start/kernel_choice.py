@@ -53,7 +53,7 @@ def choose_run_kernels(
         log: Prints a line of the log.
     """
     mine = _name_gpu_type(device), kind.find_kernel_obstacle(device.type)
-    here = _find_common(ranks.gather(mine))
+    here = replace(_find_common(ranks.gather(mine)), has_graphs=kind.has_graphs)
     choice = choose_kernels(plan, here)
     record = state.kernels
     if record and not _is_valid(record):

@@ -225,6 +225,9 @@ class Software:
     model of this trainer uses it."""
     fused_gradients: bool = False
     """Whether matrix products add to the weights' gradients in fp32. Only this trainer uses it."""
+    kept_gradients: bool = False
+    """Whether the memory of gradients is kept from step to step, because a CUDA graph writes it and
+    eager passes run beside it. Only this trainer uses it."""
     fused_rotation: bool = False
     """Whether one kernel rotates and divides the projection. Only this trainer uses it."""
     fused_gate: bool = False

@@ -143,6 +143,7 @@ class _RankPeak:
         self._holds_outside = self._fsdp and (self._half or self._reduces_each)
         """The same for other gradients, which are never fused."""
         self._float8 = software.float8
+        self._keeps_gradients = software.kept_gradients
         # The cache computes a hash of all fields of the shape at each call.
         self._kind_of_layer = _list_kinds(shape)
         self._kinds = self._measure(software)
@@ -257,7 +258,8 @@ class _RankPeak:
         round_size = self._schedule.microbatches if bfs else self._layout.pipeline
         later = (len(self._stages) - 1) * round_size + 2
         # The first backward pass is one of the last stage.
-        yield from self._list_backward(_Pass(self._stages[-1], 1, accumulated=False))
+        first = _Pass(self._stages[-1], 1, accumulated=self._keeps_gradients)
+        yield from self._list_backward(first)
         if self._passes >= later:
             # Of virtual stages, the first may have the embedding, and the last one the loss.
             for stage in self._stages[:: max(1, len(self._stages) - 1)]:

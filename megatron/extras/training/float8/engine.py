@@ -16,6 +16,7 @@ from megatron.engine.base import StepResult
 from megatron.engine.layer_statistics import LayerRecorder
 from megatron.engine.native import NativeEngine
 from megatron.engine.optimizer import MasterParameter
+from megatron.extras.training.float8.fixed_weights import FixedWeights, Replaced
 from megatron.extras.training.float8.operand_shares import (
     Float8Recorder,
     Operand,
@@ -24,7 +25,7 @@ from megatron.extras.training.float8.operand_shares import (
 )
 from megatron.extras.training.float8.products import Float8Products, SharedPair
 from megatron.extras.training.float8.recipe import MULTIPLE, Recipe, fits_float8, list_float8_layers
-from megatron.extras.training.float8.weight_scales import WeightMaxima, WeightScale
+from megatron.extras.training.float8.weight_scales import WeightMaxima
 from megatron.model.block import Block
 from megatron.parallel.grid import Grid
 from megatron.parallel.layers import (
@@ -164,13 +165,13 @@ class Float8Engine(NativeEngine):
         )
         self._products = [(group[0].layer, self._make_products(group)) for group in used]
         masters = {id(master.model_parameter): master for master in super()._list_copied()}
-        self._replaced = [
+        self._replaced: list[Replaced] = [
             (products, [masters[id(weight.layer.weight)] for weight in group])
             for group, (_, products) in zip(used, self._products, strict=True)
             # Ranks that share query groups join a weight from two parameters for each product.
             if masters and not isinstance(group[0].layer, SharedGroupsLinear)
         ]
-        """Products whose float8 weights take the place of 16-bit copies, and their masters."""
+        self._fixed = FixedWeights(self._replaced, self._dtype)
 
     def _list_groups(self) -> Iterator[list[_Weight]]:
         """Yield lists of weights in this rank's float8 layers. Those of a list have one input."""
@@ -203,7 +204,7 @@ class Float8Engine(NativeEngine):
             inputs, gradients = sharded, whole
         return Float8Products(
             self._recipe,
-            tuple(WeightScale(self._maxima.find(it.name), it.pieces) for it in group),
+            tuple(self._maxima.make_scale(it.name, it.pieces) for it in group),
             input_groups=inputs,
             gradient_groups=gradients,
             shared_pair=_find_shared_pair(group[0].layer),
@@ -234,9 +235,11 @@ class Float8Engine(NativeEngine):
 
     def _replace_weights(self, *, on: bool) -> None:
         """Let float8 values take the place of 16-bit weights, or the reverse."""
-        for products, masters in self._replaced:
-            if on:
-                products.round_weights([m.weight.data for m in masters], self._dtype)
+        if on and self._replaced:
+            self._fixed.round()
+        else:
+            self._fixed.free()
+        for _, masters in self._replaced:
             for master in masters:
                 parameter = master.model_parameter
                 is_copy = parameter.is_contiguous()

@@ -93,7 +93,7 @@ class Float8Products:
     """The same for the outputs' gradients."""
     shared_pair: SharedPair | None = None
     keeps_weights: bool = False
-    """Whether rounded weights are used until `round_weights` or `forget_weights` is called."""
+    """Whether rounded weights are used until `use_weights` or `forget_weights` is called."""
     keeps_input: bool = False
     """See `Products`. It needs one scale, and an input that is not gathered."""
     names: tuple[str, ...] = ()
@@ -112,24 +112,13 @@ class Float8Products:
         """Drop the rounded weights. Each one is rounded when it is next used."""
         self._weights.clear()
 
-    @torch.no_grad()
-    def round_weights(self, masters: Sequence[Tensor], dtype: torch.dtype) -> None:
-        """Round the weight of each layer from its master, which `dtype` is the copy of.
+    def use_weights(self, rounded: Sequence[tuple[Rounded, Rounded]]) -> None:
+        """Use weights that were rounded from their masters, until `forget_weights` is called.
 
         Args:
-            masters: [out/t, in] in fp32.
-            dtype: The dtype that a weight is rounded to before float8.
+            rounded: For each layer, its weight for the forward and for the backward pass.
         """
-        for number, master in enumerate(masters):
-            # The memory of the old values is free for the new ones.
-            self._weights.pop(number, None)
-            self._weights[number] = self._round_weight(number, master, dtype)
-
-    def _round_weight(
-        self, number: int, weight: Tensor, dtype: torch.dtype
-    ) -> tuple[Rounded, Rounded]:
-        scale = self.scales[number]
-        return round_weight(weight, scale.get_largest(), scale.get_largest_of_all(), dtype)
+        self._weights.update(enumerate(rounded))
 
     def get_weight(self, number: int, weight: Tensor, *, backward: bool) -> Rounded:
         """Return the weight of a layer in float8 for one of the passes.
@@ -139,11 +128,13 @@ class Float8Products:
             weight: [out/t, in]. It is read only if no rounded one is kept.
             backward: Whether the product is the one for the input's gradient.
         """
+        scale = self.scales[number]
         if self.keeps_weights and number not in self._weights:
-            self._weights[number] = self._round_weight(number, weight.detach(), weight.dtype)
+            self._weights[number] = round_weight(
+                weight.detach(), scale.get_largest(), scale.get_largest_of_all(), weight.dtype
+            )
         if number in self._weights:
             return self._weights[number][backward]
-        scale = self.scales[number]
         if backward:
             return round_to_float8(weight, scale.get_largest_of_all(), FORWARD, "columns")
         return round_to_float8(weight, scale.get_largest(), FORWARD)

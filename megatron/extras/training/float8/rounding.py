@@ -11,6 +11,7 @@ both (`rounding_kernel.py`). PyTorch's operators are the reference, and give the
 import logging
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -96,6 +97,34 @@ def _round_tiles(
     return made
 
 
+@torch.library.custom_op("megatron::find_all_largest", mutates_args=("largest",))
+def _find_all_largest(
+    matrices: list[Tensor], starts: list[int], wholes: list[int], largest: Tensor, by_row: bool
+) -> None:
+    from megatron.extras.training.float8.rounding_kernel import launch_all_largest
+
+    launch_all_largest(matrices, starts, wholes, largest, by_row=by_row)
+
+
+@torch.library.custom_op(
+    "megatron::round_all_tiles",
+    mutates_args=("values", "inverses", "transposed", "inverses_of_whole"),
+)
+def _round_all_tiles(
+    masters: list[Tensor],
+    largest: list[Tensor],
+    wholes: list[Tensor],
+    values: list[Tensor],
+    inverses: list[Tensor],
+    transposed: list[Tensor],
+    inverses_of_whole: list[Tensor],
+) -> None:
+    from megatron.extras.training.float8.rounding_kernel import launch_all_tiles
+
+    columns = masters, largest, wholes, values, inverses, transposed, inverses_of_whole
+    launch_all_tiles(list(zip(*columns, strict=True)))
+
+
 def _shape_scales(x: Tensor, by_row: bool) -> tuple[int, ...]:
     return (x.shape[0], 1) * by_row
 
@@ -134,6 +163,26 @@ def _(
     x: Tensor, largest: Tensor, whole: Tensor, dtype: torch.dtype, rows: bool, columns: bool
 ) -> list[Tensor]:
     return _make_tiles(x, largest, dtype, rows, columns)
+
+
+@_find_all_largest.register_fake
+def _(
+    matrices: list[Tensor], starts: list[int], wholes: list[int], largest: Tensor, by_row: bool
+) -> None:
+    return None
+
+
+@_round_all_tiles.register_fake
+def _(
+    masters: list[Tensor],
+    largest: list[Tensor],
+    wholes: list[Tensor],
+    values: list[Tensor],
+    inverses: list[Tensor],
+    transposed: list[Tensor],
+    inverses_of_whole: list[Tensor],
+) -> None:
+    return None
 
 
 def _has_kernels(x: Tensor) -> bool:
@@ -223,6 +272,58 @@ def round_weight(
         return forward, round_to_float8(x, whole, FORWARD)
     made = _round_tiles(_align(x), largest, whole, FORWARD, True, True)
     return Rounded(made[0], made[1]), Rounded(made[2].t(), made[3])
+
+
+def find_all_largest(
+    matrices: Sequence[Tensor],
+    starts: Sequence[int],
+    wholes: Sequence[int],
+    largest: Tensor,
+    *,
+    by_row: bool,
+) -> None:
+    """Raise largest absolute values to those of many matrices in fp32. See `find_largest`.
+
+    Args:
+        matrices: [m, k] each, contiguous.
+        starts: Where in `largest` the value of a matrix, or of its first row, is.
+        wholes: Where that of all rows is. It is used with `by_row`.
+        largest: Zeros, or what other matrices have left.
+        by_row: Whether each row has a value.
+    """
+    if _has_kernels(largest):
+        _find_all_largest(list(matrices), list(starts), list(wholes), largest, by_row)
+        return
+    for matrix, start, whole in zip(matrices, starts, wholes, strict=True):
+        found = find_largest(matrix, by_row=by_row).flatten()
+        part = largest[start : start + len(found)]
+        torch.maximum(part, found, out=part)
+        if by_row:
+            largest[whole] = largest[whole].maximum(part.max())
+
+
+def round_weights_in_place(
+    weights: Sequence[tuple[Tensor, Tensor, Tensor]],
+    rounded: Sequence[tuple[Rounded, Rounded]],
+    dtype: torch.dtype,
+) -> None:
+    """Write the results of `round_weight` into the memory of earlier ones.
+
+    Args:
+        weights: For each weight, the first three arguments of `round_weight`.
+        rounded: The earlier results.
+        dtype: See `round_weight`.
+    """
+    if dtype == torch.bfloat16 and _has_kernels(weights[0][0]):
+        outs = [(one.values, one.inverse, two.values.t(), two.inverse) for one, two in rounded]
+        _round_all_tiles(
+            *map(list, zip(*weights, strict=True)), *map(list, zip(*outs, strict=True))
+        )
+        return
+    for arguments, pair in zip(weights, rounded, strict=True):
+        for old, new in zip(pair, round_weight(*arguments, dtype), strict=True):
+            old.values.copy_(new.values)
+            old.inverse.copy_(new.inverse)
 
 
 def _convert(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,9 @@ PyTorch does. The scale is computed from the exponent of the largest value. It e
 for each largest value that is exact in bf16.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import accumulate
 
 import torch
 import triton
@@ -93,6 +95,58 @@ def _round_row(x, values, inverse, stride, columns, is_e4m3: tl.constexpr, block
 
 
 @triton.jit
+def _write_tile(
+    x,
+    largest,
+    whole,
+    values,
+    inverse,
+    transposed,
+    inverse_of_whole,
+    stride,
+    rows,
+    columns,
+    down,
+    across,
+    by_row: tl.constexpr,
+    with_values: tl.constexpr,
+    with_transposed: tl.constexpr,
+    is_e4m3: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
+):
+    """Round the tile number `down`, `across`, and write it in both orders or in one.
+
+    The values in the order of rows have the scales of `largest`, one for each row or only one. The
+    transposed ones have that of `whole`.
+    """
+    row = down.to(tl.int64) * block_rows + tl.arange(0, block_rows)
+    column = across.to(tl.int64) * block_columns + tl.arange(0, block_columns)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    v = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
+    # A weight in fp32 is first rounded to bf16, as the copy that is multiplied without float8.
+    v = v.to(tl.bfloat16).to(tl.float32)
+    number = tl.load(whole).to(tl.int32, bitcast=True)
+    scale, inverted = _compute_scale(number, is_e4m3)
+    rounded = _convert(v * scale, is_e4m3)
+    if with_transposed:
+        place = column[:, None] * rows + row[None, :]
+        tl.store(transposed + place, tl.trans(rounded), mask=tl.trans(inside))
+        if down + across == 0:
+            tl.store(inverse_of_whole, inverted)
+    if with_values:
+        if by_row:
+            own = tl.load(largest + row, mask=row < rows, other=0.0).to(tl.int32, bitcast=True)
+            scales, inverses = _compute_scale(own, is_e4m3)
+            rounded = _convert(v * scales[:, None], is_e4m3)
+            if across == 0:
+                tl.store(inverse + row, inverses, mask=row < rows)
+        elif down + across == 0:
+            tl.store(inverse, inverted)
+        tl.store(values + row[:, None] * columns + column[None, :], rounded, mask=inside)
+
+
+@triton.jit
 def _round_tile(
     x,
     largest,
@@ -111,35 +165,116 @@ def _round_tile(
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
 ):
-    """Round a tile, and write it in both orders or in one.
+    """Round a tile of a matrix. See `_write_tile`."""
+    _write_tile(
+        x,
+        largest,
+        whole,
+        values,
+        inverse,
+        transposed,
+        inverse_of_whole,
+        stride,
+        rows,
+        columns,
+        tl.program_id(0),
+        tl.program_id(1),
+        by_row,
+        with_values,
+        with_transposed,
+        is_e4m3,
+        block_rows,
+        block_columns,
+    )
 
-    The values in the order of rows have the scales of `largest`, one for each row or only one. The
-    transposed ones have that of `whole`.
+
+@triton.jit
+def _read_number(entry, number: tl.constexpr, aligned: tl.constexpr):
+    """Return a number of a table. The compiler learns whether it is a multiple of 16."""
+    found = tl.load(entry + number)
+    if aligned:
+        found = tl.multiple_of(found, 16)
+    return found
+
+
+@triton.jit
+def _read_pointer(entry, number: tl.constexpr, kind: tl.constexpr, aligned: tl.constexpr):
+    """Return an address of a table as a pointer."""
+    pointer = tl.load(entry + number).to(tl.pointer_type(kind))
+    if aligned:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _round_tile_of_some(
+    table,
+    owners,
+    by_row: tl.constexpr,
+    aligned: tl.constexpr,
+    fields: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
+):
+    """Round a tile of one of many weights, in both orders. See `launch_all_tiles`."""
+    entry = table + tl.load(owners + tl.program_id(0)) * fields
+    rows = _read_number(entry, 7, aligned)
+    columns = _read_number(entry, 8, aligned)
+    # The tiles of a weight are numbered by rows.
+    tile = tl.program_id(0) - tl.load(entry + 9)
+    tiles = tl.cdiv(columns, block_columns)
+    _write_tile(
+        _read_pointer(entry, 0, tl.float32, aligned),
+        _read_pointer(entry, 1, tl.float32, False),
+        _read_pointer(entry, 2, tl.float32, False),
+        _read_pointer(entry, 3, tl.uint8, aligned),
+        _read_pointer(entry, 4, tl.float32, False),
+        _read_pointer(entry, 5, tl.uint8, aligned),
+        _read_pointer(entry, 6, tl.float32, False),
+        columns,
+        rows,
+        columns,
+        tile // tiles,
+        tile % tiles,
+        by_row,
+        True,
+        True,
+        True,
+        block_rows,
+        block_columns,
+    )
+
+
+@triton.jit
+def _find_largest_of_some(
+    table,
+    owners,
+    largest,
+    by_row: tl.constexpr,
+    aligned: tl.constexpr,
+    fields: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Raise the largest values of a row, or of a block, of one of many weights.
+
+    See `launch_all_largest`.
     """
-    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    column = tl.program_id(1).to(tl.int64) * block_columns + tl.arange(0, block_columns)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    v = tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
-    # A weight in fp32 is first rounded to bf16, as the copy that is multiplied without float8.
-    v = v.to(tl.bfloat16).to(tl.float32)
-    number = tl.load(whole).to(tl.int32, bitcast=True)
-    scale, inverted = _compute_scale(number, is_e4m3)
-    rounded = _convert(v * scale, is_e4m3)
-    if with_transposed:
-        place = column[:, None] * rows + row[None, :]
-        tl.store(transposed + place, tl.trans(rounded), mask=tl.trans(inside))
-        if tl.program_id(0) + tl.program_id(1) == 0:
-            tl.store(inverse_of_whole, inverted)
-    if with_values:
-        if by_row:
-            own = tl.load(largest + row, mask=row < rows, other=0.0).to(tl.int32, bitcast=True)
-            scales, inverses = _compute_scale(own, is_e4m3)
-            rounded = _convert(v * scales[:, None], is_e4m3)
-            if tl.program_id(1) == 0:
-                tl.store(inverse + row, inverses, mask=row < rows)
-        elif tl.program_id(0) + tl.program_id(1) == 0:
-            tl.store(inverse, inverted)
-        tl.store(values + row[:, None] * columns + column[None, :], rounded, mask=inside)
+    entry = table + tl.load(owners + tl.program_id(0)) * fields
+    size = _read_number(entry, 1, aligned)
+    width = _read_number(entry, 2, aligned)
+    row = tl.program_id(0) - tl.load(entry + 5)
+    first = row * width
+    x = _read_pointer(entry, 0, tl.float32, aligned)
+    top = 0
+    for start in range(0, width, block):
+        column = start + tl.arange(0, block)
+        inside = (column < width) & (first + column < size)
+        values = tl.load(x + first + column, mask=inside, other=0.0)
+        top = tl.maximum(top, tl.max(_read_magnitude(values), 0))
+    # Whole numbers have an order that does not depend on the order of the programs.
+    tl.atomic_max(largest + tl.load(entry + 3) + (row if by_row else 0), top)
+    if by_row:
+        tl.atomic_max(largest + tl.load(entry + 4), top)
 
 
 def launch_largest(x: Tensor, largest: Tensor) -> None:
@@ -219,4 +354,83 @@ def launch_tiles(
         some.dtype == torch.float8_e4m3fn,
         _ROWS,
         _COLUMNS,
+    )
+
+
+@lru_cache(maxsize=8)
+def _build_table(
+    entries: tuple[tuple[int, ...], ...], programs: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return a table of whole numbers [n, fields], and for each program the number of its entry.
+
+    Args:
+        entries: The fields of each entry but the last one, its first program.
+        programs: The number of programs of each entry.
+        device: The device of the result.
+    """
+    # Weights keep their memory, so that a run builds each table once. The copy to the device waits.
+    firsts = [0, *accumulate(programs)]
+    rows = [(*entry, first) for entry, first in zip(entries, firsts, strict=False)]
+    numbers = torch.arange(len(programs)).repeat_interleave(torch.tensor(programs))
+    return torch.tensor(rows).to(device), numbers.to(device)
+
+
+def _are_aligned(numbers: Iterable[int]) -> bool:
+    """Return whether addresses and sizes are multiples of 16."""
+    return all(number % 16 == 0 for number in numbers)
+
+
+def launch_all_largest(
+    matrices: Sequence[Tensor],
+    starts: Sequence[int],
+    wholes: Sequence[int],
+    largest: Tensor,
+    *,
+    by_row: bool,
+) -> None:
+    """Raise largest absolute values to those of many matrices, in one kernel.
+
+    Args:
+        matrices: [m, k] each, contiguous in fp32.
+        starts: Where in `largest` the value of a matrix, or of its first row, is.
+        wholes: Where that of all rows is. It is used with `by_row`.
+        largest: In fp32, at least 0.
+        by_row: Whether each row has a value.
+    """
+    # A program reads one row. With one value for a matrix, a block of its memory counts as a row.
+    widths = [each.shape[1] if by_row else _BLOCK for each in matrices]
+    programs = tuple(
+        triton.cdiv(each.numel(), width) for each, width in zip(matrices, widths, strict=True)
+    )
+    entries = tuple(
+        (each.data_ptr(), each.numel(), width, start, whole)
+        for each, width, start, whole in zip(matrices, widths, starts, wholes, strict=True)
+    )
+    table, owners = _build_table(entries, programs, largest.device)
+    aligned = _are_aligned(number for entry in entries for number in entry[:3])
+    block = min(triton.next_power_of_2(max(widths)), _BLOCK)
+    bits = largest.view(torch.int32)
+    _find_largest_of_some[(len(owners),)](
+        table, owners, bits, by_row, aligned, table.shape[1], block, num_warps=8
+    )
+
+
+def launch_all_tiles(weights: Sequence[Sequence[Tensor]]) -> None:
+    """Round many weights to e4m3 in both orders, in one kernel.
+
+    Args:
+        weights: For each weight: its master [m, k], contiguous in fp32; the largest values, a
+            scalar or [m, 1], and that of all rows, in fp32; values [m, k] in float8 and their
+            inverse scales; values [k, m] in float8 and their inverse scale.
+    """
+    entries = tuple((*(each.data_ptr() for each in it), *it[0].shape) for it in weights)
+    programs = tuple(
+        triton.cdiv(it[0].shape[0], _ROWS) * triton.cdiv(it[0].shape[1], _COLUMNS) for it in weights
+    )
+    table, owners = _build_table(entries, programs, weights[0][0].device)
+    by_row = weights[0][1].dim() > 0
+    # Scales are read and written one by one, so only matrices have to be aligned.
+    aligned = _are_aligned(entry[field] for entry in entries for field in (0, 3, 5, 7, 8))
+    _round_tile_of_some[(len(owners),)](
+        table, owners, by_row, aligned, table.shape[1], _ROWS, _COLUMNS
     )

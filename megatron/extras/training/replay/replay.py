@@ -24,6 +24,7 @@ from megatron.base.plain_text import format_count
 from megatron.data.batches import Microbatch
 from megatron.engine.base import Engine
 from megatron.engine.native import NativeEngine
+from megatron.extras.training.cuda_graph.captured_runner import CapturedRunner
 from megatron.extras.training.replay.first_difference import (
     RankDifference,
     describe_difference,
@@ -94,6 +95,7 @@ class MicrobatchReplay(Replay):
             first, second = second, compute()
         found = self._compare(first, second)
         if not any(found):
+            self._check_graphs(microbatches, iteration)
             self._last_good = iteration
             return
         # All ranks know what each has found, so all of them take the same path from here on.
@@ -108,6 +110,49 @@ class MicrobatchReplay(Replay):
             self._last_good = iteration
             return
         self._report(iteration, [(rank, found[rank], everyone[rank]) for rank in ranks])
+
+    def _check_graphs(self, microbatches: Sequence[Microbatch], iteration: int) -> None:
+        """Compare a pass that repeats a CUDA graph with an eager one, if there are graphs.
+
+        Both use the kernels of a step. If those do not repeat their bits, eager passes show how far
+        they differ.
+        """
+        runner = self._engine.runner
+        if not isinstance(runner, CapturedRunner) or not runner.has_graphs:
+            return
+
+        def compute(*, repeated: bool) -> Pass:
+            recorder = PassRecorder(self._mesh.device, with_measures=True)
+            with contextlib.nullcontext() if repeated else runner.pause():
+                self._engine.compute_and_drop_gradients(microbatches, iteration, recorder.add)
+            recorder.result.to_host()
+            return recorder.result
+
+        # The eager passes above have left the right values there.
+        runner.spoil_gradients()
+        repeated, eager = compute(repeated=True), compute(repeated=False)
+        # Kernels that repeat were not preferred, because the graph has the kernels of a step. So
+        # differences may be rounding.
+        pairs = list(zip(repeated.digests, eager.digests, strict=True))
+        differs = [not torch.equal(*pair) for pair in pairs]
+        if any(differs):
+            passes = [eager, *(compute(repeated=False) for _ in range(_CALIBRATIONS - 1))]
+            apart = torch.stack([_measure_distances(*each) for each in combinations(passes, 2)])
+            bounds = _MARGIN * apart.amax(dim=0)
+            differs = (_measure_distances(repeated, eager) > bounds).tolist()
+        own = describe_difference(repeated.entries, differs)
+        labels = gather_json(None if own is None else own.label, self._mesh.control)
+        lines = [f"{self._mesh.names[rank]}: {label}" for rank, label in enumerate(labels) if label]
+        if not lines:
+            return
+        message = (
+            f"the replay of iteration {iteration}: the CUDA graph gave other values than the same "
+            "pass without it, first in:\n  " + "\n  ".join(lines) + "\nGo back to a checkpoint "
+            "before it, continue with --cuda-graph off, and report it"
+        )
+        if self._excludes is not None:
+            raise FaultyHostError(message, [])
+        self._log(f"warning: {message}")
 
     def _compare(self, one: Pass, other: Pass) -> list[RankDifference | None]:
         """Return the differences of two passes on each rank."""
