@@ -60,7 +60,9 @@ class NativeEngine(EngineBase):
         self._masters = [
             master for stage in self._rank_stages for master in self._make_masters(stage)
         ]
-        self._optimizer = build_optimizer(self._masters, plan, self._mesh)
+        self._optimizer = build_optimizer(
+            self._masters, plan, self._mesh, self._execution.operators
+        )
         self._experts = ExpertState(self.stages, plan, self._mesh)
         # The first and the last stage hold the word embedding. `ends` is their group, and None on
         # all other ranks.
@@ -270,7 +272,7 @@ class NativeEngine(EngineBase):
                 clip_factor = 1.0
             self._before_update()
             self._optimizer.step(*rates, clip_factor / scale)
-            self._refresh_model()
+            self._refresh_model(copies=not self._optimizer.writes_copies)
         # The masters hold references to the gradients. Without this, `zero_grad` would not free
         # their memory.
         for master in self._masters:
@@ -385,17 +387,20 @@ class NativeEngine(EngineBase):
                 dist.all_reduce(values)
         return values.tolist()
 
-    def _refresh_model(self) -> None:
+    def _refresh_model(self, *, copies: bool = True) -> None:
         """Copy the fp32 masters to the low-precision weights.
 
         FSDP2 casts its shards when it gathers them, so with FSDP2 there is nothing to copy. But an
         evaluation leaves weights gathered, and these are out of date.
+
+        Args:
+            copies: Whether the copies are out of date. The optimizer may have written them.
         """
         for stage in self._rank_stages:
             if stage.sharded is not None:
                 stage.sharded.drop_gathered()
         copied = self._list_copied()
-        if copied:
+        if copied and copies:
             foreach_copy_([m.model_parameter.data for m in copied], [m.weight.data for m in copied])
 
     def _list_copied(self) -> list[MasterParameter]:
