@@ -105,9 +105,7 @@ class Optimizer(ABC):
             factor: The gradients are multiplied by it first. It is above 0.
         """
 
-    def step_if(
-        self, decision: Tensor, lr: float, decoupled_lr: float | None
-    ) -> None:
+    def step_if(self, decision: Tensor, lr: float, decoupled_lr: float | None) -> None:
         """Update the weights if the device has decided so. Few optimizers can do it.
 
         Args:
