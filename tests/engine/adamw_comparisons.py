@@ -10,6 +10,8 @@ from megatron.model.fused_operators import AdamWParameter
 from megatron.parallel.torch_private import fused_adamw_
 
 SIZES = (0, 1, 7, 2048, 0, 5003, 33)
+REPLACED = 3
+"""The parameter whose copy is one number, as where float8 values take its place."""
 VALUES = (float("nan"), float("inf"), float("-inf"), 0.0, 1e-30, 1e30)
 """Gradients that the first elements of the largest parameter get, one a step."""
 DECAY = 0.1
@@ -57,6 +59,8 @@ class Comparison:
             copy = None
             if self.copies is not None:
                 copy = make_memory(size, self.device, self.copies, shift=self.shift)
+            if copy is not None and number == REPLACED:
+                copy = torch.full((), 7.0, dtype=self.copies, device=self.device).expand(size)
             parameter = nn.Parameter(weight, requires_grad=False)
             decay = DECAY if number % 2 else 0.0
             self.kept.append(
@@ -110,7 +114,9 @@ class Comparison:
         for number, (kept, state) in enumerate(zip(self.kept, self.expected, strict=True)):
             pairs = {"weight": (kept.weight, state[0]), "first": (kept.exp_avg, state[1])}
             pairs["second"] = (kept.exp_avg_sq, state[2])
-            if kept.copy is not None:
+            if kept.copy is not None and number == REPLACED:
+                pairs["copy"] = (kept.copy, torch.full_like(state[0], 7.0).to(kept.copy.dtype))
+            elif kept.copy is not None:
                 pairs["copy"] = (kept.copy, state[0].to(kept.copy.dtype))
             for name, (found, expected) in pairs.items():
                 # NaN has many bit patterns.

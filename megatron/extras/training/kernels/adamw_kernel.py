@@ -31,6 +31,7 @@ def _update_block(
     first,
     second,
     copy,
+    has_copy,
     limit,
     numbers,
     factor,
@@ -58,8 +59,7 @@ def _update_block(
     tl.store(weight + offset, w, mask=present)
     tl.store(first + offset, m.to(first.dtype.element_ty), mask=present)
     tl.store(second + offset, v.to(second.dtype.element_ty), mask=present)
-    # Without copies, their type is that of the weights.
-    if copy.dtype.element_ty != tl.float32:
+    if has_copy:
         tl.store(copy + offset, w.to(copy.dtype.element_ty), mask=present)
 
 
@@ -103,6 +103,7 @@ def update(
     first = _find(row + 2, start, first_dtype, aligned)
     second = _find(row + 3, start, second_dtype, aligned)
     copy = _find(row + 4, start, copy_dtype, aligned)
+    has_copy = tl.load(row + 4) != 0
     numbers = settings + owner * 4
     factor = tl.load(decision + 1)
     # A limit that the compiler knows lets it move 16 bytes at once.
@@ -113,6 +114,7 @@ def update(
             first,
             second,
             copy,
+            has_copy,
             block,
             numbers,
             factor,
@@ -129,6 +131,7 @@ def update(
             first,
             second,
             copy,
+            has_copy,
             left,
             numbers,
             factor,
@@ -157,8 +160,13 @@ def launch(
     sizes = tuple(weight.numel() for weight in weights)
     if not any(sizes):
         return
-    columns = (weights, gradients, firsts, seconds, copies or weights)
-    addresses = tuple(tuple(map(Tensor.data_ptr, column)) for column in columns)
+    columns = (weights, gradients, firsts, seconds)
+    # Where the model computes with float8 values, all elements of a copy are the same memory.
+    kept = [copy.data_ptr() if copy.is_contiguous() else 0 for copy in copies]
+    addresses = (
+        *(tuple(map(Tensor.data_ptr, column)) for column in columns),
+        tuple(kept or [0] * len(sizes)),
+    )
     table, owners, aligned = _make_tables(addresses, sizes, weights[0].device)
     beta1, beta2 = betas
     # torch interpolates from the nearer end, with a weight in fp32.
