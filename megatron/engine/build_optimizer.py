@@ -11,7 +11,7 @@ from megatron.plan.run_plan import Plan
 
 
 def build_optimizer(
-    masters: list[MasterParameter], plan: Plan, mesh: Mesh, operators: FusedOperators | None = None
+    masters: list[MasterParameter], plan: Plan, mesh: Mesh, operators: FusedOperators
 ) -> Optimizer:
     """Return the optimizer of `--optimizer`, with states of zero. All ranks must call it.
 
@@ -19,12 +19,12 @@ def build_optimizer(
         masters: The parameters of this rank.
         plan: The plan of the run.
         mesh: This rank's mesh.
-        operators: The kernels of the run. AdamW may use one.
+        operators: The kernels of the run. AdamW may have one.
     """
     config = plan.config.optimizer
     match config.optimizer:
         case "adam":
-            return AdamW(masters, config, operators.build_adamw if operators else None)
+            return (operators.build_adamw or AdamW)(masters, config)
         case "ademamix":
             return AdEMAMix(masters, config)
         case "muon":

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from megatron.base import apex
 from megatron.config.optimizer import OptimizerConfig
-from megatron.model.fused_operators import AdamWParameter, BuildAdamW, UpdateAdamW
 from megatron.model.gpt import EMBEDDING, INPUT_AND_OUTPUT
 from megatron.model.parametrization import UNSCALED, Scaling
 from megatron.parallel.layers import ParameterSpec
@@ -104,17 +103,6 @@ class Optimizer(ABC):
             decoupled_lr: The rate of the decoupled parameters. None: `lr`.
             factor: The gradients are multiplied by it first. It is above 0.
         """
-
-    def step_if(self, decision: Tensor, lr: float, decoupled_lr: float | None) -> None:
-        """Update the weights if the device has decided so. Few optimizers can do it.
-
-        Args:
-            decision: fp64[2] on the device: 1 to update and 0 to change nothing, and `factor` of
-                `step`.
-            lr: See `step`.
-            decoupled_lr: See `step`.
-        """
-        raise NotImplementedError
 
     def set_step_count(self, count: int) -> None:
         """Set the number of steps that the states have had. Bias corrections depend on it."""
@@ -220,19 +208,8 @@ def scale_gradients(masters: Sequence[MasterParameter], factor: float) -> None:
 class AdamW(Optimizer):
     """Adam with decoupled weight decay on matrices only."""
 
-    def __init__(
-        self,
-        masters: list[MasterParameter],
-        config: OptimizerConfig,
-        build_kernel: BuildAdamW | None = None,
-    ) -> None:
-        """Create the optimizer: apex's FusedAdam on a GPU if installed, a kernel, or torch's AdamW.
-
-        Args:
-            masters: The parameters of this rank.
-            config: The settings of the optimizer.
-            build_kernel: Builds the kernel. None: torch's AdamW.
-        """
+    def __init__(self, masters: list[MasterParameter], config: OptimizerConfig) -> None:
+        """Create the optimizer: apex's FusedAdam on a GPU if installed, otherwise torch's AdamW."""
         super().__init__(masters)
         groups: list[dict[str, Any]] = [
             {
@@ -252,7 +229,7 @@ class AdamW(Optimizer):
             if not stores_bf16(config):
                 apex_adam, reason = apex.find("apex.optimizers", "FusedAdam")
         # apex keeps the step count in the parameter groups, torch in each parameter's state.
-        self._step_in_groups = apex_adam is not None
+        self.is_apex = apex_adam is not None
         # The learning rate is 0 here, because `step` sets it.
         if apex_adam is not None:
             betas = (config.adam_beta1, config.adam_beta2)
@@ -268,36 +245,12 @@ class AdamW(Optimizer):
             self._optimizer.state[master.weight] = {
                 kind: make_moment(master.weight, kind, config) for kind in ADAM_KINDS
             }
-        self._kernel: UpdateAdamW | None = None
-        kept = self._list_parameters(groups)
-        if apex_adam is None and build_kernel is not None and kept:
-            self._kernel = build_kernel(kept, (config.adam_beta1, config.adam_beta2))
-            self.writes_copies = True
-            self.description = ("optimizer", "AdamW, one kernel", "--adamw-fusion")
         self.set_step_count(0)
-
-    def _list_parameters(self, groups: Sequence[dict[str, Any]]) -> list[AdamWParameter]:
-        """Return what the kernel needs of the parameters that are not empty."""
-        models = {m.weight: m.model_parameter for m in self.masters}
-        return [
-            AdamWParameter(
-                weight,
-                *(self._optimizer.state[weight][kind] for kind in ADAM_KINDS),
-                # The model computes with the master itself, or with a copy in 16 bits.
-                copy=None if models[weight].dtype == torch.float32 else models[weight],
-                rate=group["factor"],
-                decoupled=group["decoupled"],
-                decay=group["weight_decay"],
-                eps=group["eps"],
-            )
-            for group in groups
-            for weight in group["params"]
-        ]
 
     def set_step_count(self, count: int) -> None:
         """Set the number of steps that the moments have had. See `Optimizer.set_step_count`."""
         super().set_step_count(count)
-        if self._step_in_groups:
+        if self.is_apex:
             for group in self._optimizer.param_groups:
                 group["step"] = count
 
@@ -311,37 +264,33 @@ class AdamW(Optimizer):
 
     def step(self, lr: float, decoupled_lr: float | None = None, factor: float = 1.0) -> None:
         """Update the weights. See `Optimizer.step`."""
-        if self._kernel is not None:
-            device = self.masters[0].weight.device
-            decision = torch.full((2,), 1.0, dtype=torch.float64, device=device)
-            decision[1].fill_(factor)
-            self.step_if(decision, lr, decoupled_lr)
-            return
-        self._set_rates(lr, decoupled_lr)
-        self.step_count += 1
+        self._begin_step(lr, decoupled_lr)
         if isinstance(self._optimizer, _TorchAdamW):
             self._optimizer.update(self.step_count, factor)
         else:
             scale_gradients(self.masters, factor)
             self._optimizer.step()
 
-    def _set_rates(self, lr: float, decoupled_lr: float | None) -> None:
+    def step_if(self, decision: Tensor, lr: float, decoupled_lr: float | None) -> None:
+        """Update the weights if the device has decided so. apex cannot do it.
+
+        The step is counted. If it was dropped, the caller must set the step count back.
+
+        Args:
+            decision: fp64[2] on the device: 1 to update and 0 to change nothing, and the factor on
+                the gradients.
+            lr: See `step`.
+            decoupled_lr: See `step`.
+        """
+        self._begin_step(lr, decoupled_lr)
+        assert isinstance(self._optimizer, _TorchAdamW), "apex cannot drop a step"
+        self._optimizer.update(self.step_count, decision[1], 1.0 - decision[0])
+
+    def _begin_step(self, lr: float, decoupled_lr: float | None) -> None:
         for group in self._optimizer.param_groups:
             rate = choose_rate(lr, decoupled_lr, decoupled=group["decoupled"])
             group["lr"] = rate * group["factor"]
-
-    def step_if(self, decision: Tensor, lr: float, decoupled_lr: float | None) -> None:
-        """Update the weights if the device has decided so. See `Optimizer.step_if`."""
         self.step_count += 1
-        if self._kernel is not None:
-            rates = lr, choose_rate(lr, decoupled_lr, decoupled=True), self.step_count
-            # A fill is one kernel, and the host does not wait for it.
-            filled = [torch.full_like(decision[0], number) for number in rates]
-            self._kernel(torch.cat((decision, torch.stack(filled))))
-            return
-        assert isinstance(self._optimizer, _TorchAdamW), "apex cannot leave a step out"
-        self._set_rates(lr, decoupled_lr)
-        self._optimizer.update(self.step_count, decision[1], decision[0])
 
 
 class _TorchAdamW:
@@ -359,14 +308,14 @@ class _TorchAdamW:
 
     @torch.no_grad()
     def update(
-        self, step_count: int, factor: float | Tensor, applied: Tensor | None = None
+        self, step_count: int, factor: float | Tensor, dropped: Tensor | None = None
     ) -> None:
         """Update the parameters that have a gradient.
 
         Args:
             step_count: Number of this step, from 1.
             factor: See `Optimizer.step`. A number, or a scalar on the device.
-            applied: A scalar on the device, 0 if nothing must change. None: the step is applied.
+            dropped: A scalar on the device, 1 to change nothing and 0 to update. None: 0.
         """
         config = self._config
         for group in self.param_groups:
@@ -381,14 +330,12 @@ class _TorchAdamW:
             # The operator needs the count on the device. A fill does not make the host wait.
             step = torch.full((), float(step_count), dtype=torch.float32, device=device)
             scale = None
-            dropped = None if applied is None else (1.0 - applied).float()
-            is_one = isinstance(factor, float) and factor == 1.0
-            if not is_one and device.type == "cpu":
+            if isinstance(factor, Tensor) and device.type != "cpu":
+                scale = (1.0 / factor).float()
+            elif isinstance(factor, Tensor) or (factor != 1.0 and device.type == "cpu"):
                 # A division would give other bits than all earlier versions have given.
                 foreach_mul_([gradient for _, gradient, *_ in tensors], factor)
-            elif isinstance(factor, Tensor):
-                scale = (1.0 / factor).float()
-            elif not is_one:
+            elif factor != 1.0:
                 # The operator divides, and saves a pass over the gradients.
                 scale = torch.full_like(step, 1.0 / factor)
             # Without copies in fp32, no memory needs to be limited.
@@ -405,7 +352,7 @@ class _TorchAdamW:
                         eps=group["eps"],
                         maximize=False,
                         grad_scale=scale,
-                        found_inf=dropped,
+                        found_inf=None if dropped is None else dropped.float(),
                     )
 
 

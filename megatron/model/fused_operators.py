@@ -4,9 +4,9 @@ The model needs none of them. Without a kernel, it computes the same with PyTorc
 are the reference for each kernel, and the only path on a CPU.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -101,36 +101,6 @@ class LossKernels(Protocol):
 
 
 @dataclass(frozen=True)
-class AdamWParameter:
-    """What AdamW's kernel needs of a parameter. All tensors are contiguous and stay in place."""
-
-    weight: Tensor
-    """In fp32. Its `.grad` is set for a step."""
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    copy: Tensor | None
-    """The copy of the weight in 16 bits, or None if there is none."""
-    rate: float
-    """Factor on the learning rate."""
-    decoupled: bool
-    """Whether the second learning rate applies."""
-    decay: float
-    """Weight decay, 0 without one."""
-    eps: float
-
-
-UpdateAdamW = Callable[[Tensor], None]
-"""Updates the parameters for which it was built.
-
-Its argument is a tensor of fp64[5] on their device: 1 if the step is applied and 0 if it must
-change nothing, the factor on the gradients, the two learning rates, and the 1-based number of this
-step.
-"""
-BuildAdamW = Callable[[Sequence[AdamWParameter], tuple[float, float]], UpdateAdamW]
-"""Takes the parameters of one device, and Adam's beta1 and beta2."""
-
-
-@dataclass(frozen=True)
 class FusedOperators:
     """The kernels that a model and its optimizer use. None stands for PyTorch's operators."""
 
@@ -139,4 +109,5 @@ class FusedOperators:
     apply_gate: ApplyGate | None = None
     add_and_normalise: AddAndNormalise | None = None
     loss: LossKernels | None = None
-    build_adamw: BuildAdamW | None = None
+    build_adamw: Callable[..., Any] | None = None
+    """Takes the arguments of `AdamW`, which is in a higher layer, and returns a subclass of it."""

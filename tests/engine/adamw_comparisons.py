@@ -5,8 +5,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from megatron.extras.training.kernels.adamw import AdamWKernel
-from megatron.model.fused_operators import AdamWParameter
+from megatron.config.optimizer import OptimizerConfig
+from megatron.engine.optimizer import MasterParameter
+from megatron.extras.training.kernels.adamw import KernelAdamW
+from megatron.model.parametrization import Scaling
+from megatron.parallel.layers import Init, ParameterSpec
 from megatron.parallel.torch_private import fused_adamw_
 
 SIZES = (0, 1, 7, 2048, 0, 5003, 33)
@@ -42,7 +45,7 @@ class Comparison:
     copies: torch.dtype | None
     betas: tuple[float, float]
     shift: int = 0
-    kept: list[AdamWParameter] = field(default_factory=list)
+    masters: list[MasterParameter] = field(default_factory=list)
     expected: list[list[Tensor]] = field(default_factory=list)
     """Weight and both moments of each parameter, on the CPU."""
 
@@ -51,46 +54,54 @@ class Comparison:
         generator = torch.Generator().manual_seed(0)
         for number, size in enumerate(SIZES):
             value = torch.randn(size, generator=generator)
-            weight, first, second = (
-                make_memory(size, self.device, dtype, shift=self.shift)
-                for dtype in (torch.float32, self.moments, self.moments)
-            )
+            weight = make_memory(size, self.device, torch.float32, shift=self.shift)
             weight.copy_(value)
-            copy = None
+            master = nn.Parameter(weight, requires_grad=False)
+            model = master
             if self.copies is not None:
                 copy = make_memory(size, self.device, self.copies, shift=self.shift)
-            if copy is not None and number == REPLACED:
-                copy = torch.full((), 7.0, dtype=self.copies, device=self.device).expand(size)
-            parameter = nn.Parameter(weight, requires_grad=False)
-            decay = DECAY if number % 2 else 0.0
-            self.kept.append(
-                AdamWParameter(
-                    *(parameter, first, second, copy),
-                    rate=0.5 if number == 3 else 1.0,
-                    decoupled=number % 3 == 1,
-                    decay=decay,
-                    eps=1e-8,
+                if number == REPLACED:
+                    copy = torch.full_like(copy[:1], 7.0).expand(size)
+                model = nn.Parameter(copy, requires_grad=False)
+            shape = (size, 1) if number % 2 else (size,)
+            self.masters.append(
+                MasterParameter(
+                    "head.weight" if number % 3 == 1 else f"weight {number}",
+                    ParameterSpec(shape, Init.NORMAL),
+                    (0,) * len(shape),
+                    model,
+                    master,
+                    scaling=Scaling(rate=0.5, epsilon=2.0) if number == REPLACED else Scaling(),
                 )
             )
             zeros = torch.zeros(size, dtype=self.moments)
             self.expected.append([value, zeros, zeros.clone()])
-        self.kernel = AdamWKernel(self.kept, self.betas)
+        self.config = OptimizerConfig(
+            weight_decay=DECAY,
+            adam_beta1=self.betas[0],
+            adam_beta2=self.betas[1],
+            exp_avg_dtype="bf16" if self.moments == torch.bfloat16 else "fp32",
+            exp_avg_sq_dtype="bf16" if self.moments == torch.bfloat16 else "fp32",
+        )
+        self.kernel = KernelAdamW(self.masters, self.config)
+        assert self.kernel.writes_copies
 
     def step(self, number: int, factor: float, *, applied: bool) -> None:
         """Update both with the same random gradients."""
         generator = torch.Generator().manual_seed(number)
-        for parameter, state in zip(self.kept, self.expected, strict=True):
-            gradient = torch.randn(parameter.weight.shape, generator=generator)
+        for master, state in zip(self.masters, self.expected, strict=True):
+            gradient = torch.randn(master.weight.shape, generator=generator)
             if len(gradient) > 5000:
                 gradient[: len(VALUES)] = torch.tensor(VALUES).roll(number)
-            parameter.weight.grad = gradient.to(self.device)
+            master.weight.grad = gradient.to(self.device)
             if applied:
-                self._update(parameter, state, gradient * factor, number)
-        numbers = [float(applied), factor, *RATES, float(number)]
-        self.kernel(torch.tensor(numbers, dtype=torch.float64, device=self.device))
+                self._update(master, state, gradient * factor, number)
+        decision = torch.tensor([float(applied), factor], dtype=torch.float64, device=self.device)
+        self.kernel.set_step_count(number - 1)
+        self.kernel.step_if(decision, *RATES)
 
     def _update(
-        self, kept: AdamWParameter, state: list[Tensor], gradient: Tensor, number: int
+        self, master: MasterParameter, state: list[Tensor], gradient: Tensor, number: int
     ) -> None:
         """Update the expected state with torch's operator of the CPU."""
         opened = [pad(each.float()) for each in state]
@@ -100,9 +111,9 @@ class Comparison:
             amsgrad=False,
             beta1=self.betas[0],
             beta2=self.betas[1],
-            lr=RATES[kept.decoupled] * kept.rate,
-            weight_decay=kept.decay,
-            eps=kept.eps,
+            lr=RATES[master.decoupled] * master.scaling.rate,
+            weight_decay=DECAY if master.decays else 0.0,
+            eps=self.config.adam_eps * master.scaling.epsilon,
             maximize=False,
         )
         for stored, new in zip(state, opened, strict=True):
@@ -111,17 +122,19 @@ class Comparison:
     def find_differences(self) -> list[str]:
         """Return the names of tensors that are not equal bit for bit. NaN equals NaN."""
         differing = []
-        for number, (kept, state) in enumerate(zip(self.kept, self.expected, strict=True)):
-            pairs = {"weight": (kept.weight, state[0]), "first": (kept.exp_avg, state[1])}
-            pairs["second"] = (kept.exp_avg_sq, state[2])
-            if kept.copy is not None and number == REPLACED:
-                pairs["copy"] = (kept.copy, torch.full_like(state[0], 7.0).to(kept.copy.dtype))
-            elif kept.copy is not None:
-                pairs["copy"] = (kept.copy, state[0].to(kept.copy.dtype))
+        for number, (master, state) in enumerate(zip(self.masters, self.expected, strict=True)):
+            pairs = {
+                "weight": (master.weight, state[0]),
+                "first": (self.kernel.get_moment(master, "exp_avg"), state[1]),
+                "second": (self.kernel.get_moment(master, "exp_avg_sq"), state[2]),
+            }
+            copy = master.model_parameter
+            if self.copies is not None:
+                value = torch.full_like(state[0], 7.0) if number == REPLACED else state[0]
+                pairs["copy"] = (copy, value.to(copy.dtype))
             for name, (found, expected) in pairs.items():
                 # NaN has many bit patterns.
-                equal = torch.allclose(found.cpu(), expected, rtol=0, atol=0, equal_nan=True)
-                if not equal:
+                if not torch.allclose(found.cpu(), expected, rtol=0, atol=0, equal_nan=True):
                     differing.append(f"{name} {number}")
         return differing
 
@@ -142,12 +155,12 @@ def compare_steps(
         (3, float("nan"), False),
         (3, 2.0**-16, True),
     ):
-        before = [kept.weight.clone() for kept in compared.kept]
+        before = [master.weight.clone() for master in compared.masters]
         compared.step(number, factor, applied=applied)
         found = compared.find_differences()
         changed = any(
-            not torch.equal(kept.weight.nan_to_num(), old.nan_to_num())
-            for kept, old in zip(compared.kept, before, strict=True)
+            not torch.equal(master.weight.nan_to_num(), old.nan_to_num())
+            for master, old in zip(compared.masters, before, strict=True)
         )
         if changed != applied:
             found.append("whether the weights changed")

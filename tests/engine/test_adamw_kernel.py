@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.engine.optimizer import AdamW, MasterParameter
+from megatron.engine.optimizer import MasterParameter
 from megatron.extras.training.kernels import adamw
-from megatron.extras.training.kernels.adamw import AdamWKernel
+from megatron.extras.training.kernels.adamw import KernelAdamW
 from megatron.parallel.layers import Init, ParameterSpec
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -121,7 +121,7 @@ def test_launches_do_not_grow_with_the_parameters(monkeypatch: pytest.MonkeyPatc
             weight.grad = torch.ones(shape)
             spec = ParameterSpec(shape, Init.NORMAL)
             masters.append(MasterParameter(f"w{number}", spec, (0,) * len(shape), model, weight))
-        optimizer = AdamW(masters, OptimizerConfig(weight_decay=0.1), AdamWKernel)
+        optimizer = KernelAdamW(masters, OptimizerConfig(weight_decay=0.1))
         assert optimizer.writes_copies
         with CountOperators() as counted:
             optimizer.step(0.1, 0.2, 0.5)
@@ -133,9 +133,8 @@ def test_a_rank_without_elements_has_nothing_to_update() -> None:
     weight = nn.Parameter(torch.zeros(0, 3), requires_grad=False)
     weight.grad = torch.zeros(0, 3)
     spec = ParameterSpec((2, 3), Init.NORMAL)
-    optimizer = AdamW(
-        [MasterParameter("w", spec, (2, 0), weight, weight)], OptimizerConfig(), AdamWKernel
-    )
+    masters = [MasterParameter("w", spec, (2, 0), weight, weight)]
+    optimizer = KernelAdamW(masters, OptimizerConfig())
     optimizer.step(0.1)
     assert optimizer.step_count == 1
 

@@ -5,12 +5,12 @@ with moments in bf16. All numbers of a step are read from the device, so the hos
 update before it knows whether the step is applied.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from megatron.model.fused_operators import AdamWParameter
+from megatron.config.optimizer import OptimizerConfig
+from megatron.engine.optimizer import AdamW, MasterParameter, choose_rate, compute_decay
+from megatron.parallel.shard import ADAM_KINDS
 
 _WRITTEN = ("weights", "firsts", "seconds", "copies")
 
@@ -61,33 +61,66 @@ def _(
     return None
 
 
-class AdamWKernel:
-    """The update of fixed parameters. See `UpdateAdamW`."""
+class KernelAdamW(AdamW):
+    """AdamW whose update is one kernel, unless apex is used or this rank has no elements."""
 
-    def __init__(self, parameters: Sequence[AdamWParameter], betas: tuple[float, float]) -> None:
-        """Keep the parameters, and copy what differs between them to their device.
-
-        Args:
-            parameters: Either all of them have a copy, or none.
-            betas: Adam's beta1 and beta2.
-        """
-        self._weights = [each.weight for each in parameters]
-        self._firsts = [each.exp_avg for each in parameters]
-        self._seconds = [each.exp_avg_sq for each in parameters]
-        self._copies = [each.copy for each in parameters if each.copy is not None]
-        assert len(self._copies) in (0, len(parameters)), "the model has one dtype"
-        self._betas = betas
-        columns = [[p.rate, p.decay, p.eps, p.decoupled] for p in parameters]
-        device = parameters[0].weight.device
+    def __init__(self, masters: list[MasterParameter], config: OptimizerConfig) -> None:
+        """Create the optimizer, and copy what differs between parameters to their device."""
+        super().__init__(masters, config)
+        updated = [master for master in masters if master.weight.numel()]
+        self.writes_copies = bool(updated) and not self.is_apex
+        if not self.writes_copies:
+            return
+        self.description = ("optimizer", "AdamW, one Triton kernel", "--adamw-fusion")
+        self._weights = [master.weight for master in updated]
+        self._moments = [
+            [self.get_moment(master, kind) for master in updated] for kind in ADAM_KINDS
+        ]
+        # The model computes with the masters themselves, or with copies in 16 bits.
+        models = [master.model_parameter for master in updated]
+        self._copies = [model for model in models if model.dtype != torch.float32]
+        assert len(self._copies) in (0, len(models)), "the model has one dtype"
+        self._betas = config.adam_beta1, config.adam_beta2
+        columns = [
+            (
+                master.scaling.rate,
+                compute_decay(master, config),
+                config.adam_eps * master.scaling.epsilon,
+                float(master.decoupled),
+            )
+            for master in updated
+        ]
+        device = self._weights[0].device
         table = torch.tensor(columns, dtype=torch.float64, device=device)
         self._rates, self._decays, self._eps, decoupled = table.T
         self._decoupled = decoupled.bool()
 
+    def step(self, lr: float, decoupled_lr: float | None = None, factor: float = 1.0) -> None:
+        """Update the weights. See `Optimizer.step`."""
+        if not self.writes_copies:
+            super().step(lr, decoupled_lr, factor)
+            return
+        decision = torch.ones_like(self._rates[:1]).repeat(2)
+        decision[1].fill_(factor)
+        self.step_if(decision, lr, decoupled_lr)
+
     @torch.no_grad()
-    def __call__(self, numbers: Tensor) -> None:
-        """Update the parameters. See `UpdateAdamW`."""
-        _, _, lr, decoupled_lr, step = numbers
-        rates = torch.where(self._decoupled, decoupled_lr, lr) * self._rates
+    def step_if(self, decision: Tensor, lr: float, decoupled_lr: float | None) -> None:
+        """Update the weights if the device has decided so. See `AdamW.step_if`."""
+        if not self.writes_copies:
+            super().step_if(decision, lr, decoupled_lr)
+            return
+        self.step_count += 1
+        # A fill is one launch, and the host does not wait for it.
+        step, rate, decoupled_rate = (
+            torch.full_like(decision[0], number)
+            for number in (
+                self.step_count,
+                lr,
+                choose_rate(lr, decoupled_lr, decoupled=True),
+            )
+        )
+        rates = torch.where(self._decoupled, decoupled_rate, rate) * self._rates
         beta1, beta2 = self._betas
         settings = torch.stack(
             (
@@ -98,16 +131,15 @@ class AdamWKernel:
             ),
             dim=1,
         )
-        gradients = [weight.grad for weight in self._weights]
+        # The kernel reads gradients in the order of their memory.
+        gradients = [w.grad.contiguous() for w in self._weights if w.grad is not None]
         _update(
             self._weights,
-            # The kernel reads memory in its order.
-            [gradient.contiguous() for gradient in gradients if gradient is not None],
-            self._firsts,
-            self._seconds,
+            gradients,
+            *self._moments,
             self._copies,
             settings.float(),
-            numbers[:2].float(),
+            decision.float(),
             beta1,
             beta2,
         )

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from megatron.base.errors import ConfigError
 from megatron.config.kernels import KernelsConfig
-from megatron.extras.training.kernels.adamw import AdamWKernel
+from megatron.extras.training.kernels.adamw import KernelAdamW
 from megatron.extras.training.kernels.cross_entropy import CrossEntropyKernels
 from megatron.extras.training.kernels.gate import apply_gate
 from megatron.extras.training.kernels.kind import find_kernel_obstacle
@@ -50,5 +50,5 @@ def build_operators(config: KernelsConfig) -> FusedOperators:
     if config.cross_entropy_loss_fusion:
         operators = replace(operators, loss=CrossEntropyKernels())
     if config.adamw_fusion:
-        operators = replace(operators, build_adamw=AdamWKernel)
+        operators = replace(operators, build_adamw=KernelAdamW)
     return operators
