@@ -34,6 +34,39 @@ The norm is None if the engine does not know it before the update. The loss is f
 """
 
 
+@dataclass(frozen=True)
+class StepLimits:
+    """`Accept` as numbers, which the device can compare. All bounds belong to the range."""
+
+    loss: tuple[float, float]
+    """Range of the loss if the gradient norm is within its range."""
+    grad_norm: tuple[float, float]
+    loss_otherwise: tuple[float, float]
+    """Range of the loss if the gradient norm is not. No loss is between inf and -inf."""
+
+    def accept(self, loss: Any, grad_norm: Any) -> Any:
+        """Return whether a step may change the weights, for two numbers or two scalar tensors."""
+        low, high = self.grad_norm
+        usual = (grad_norm >= low) & (grad_norm <= high)
+        unusual = (grad_norm < low) | (grad_norm > high)
+        within, otherwise = (
+            (loss >= low) & (loss <= high) for low, high in (self.loss, self.loss_otherwise)
+        )
+        return (usual & within) | (unusual & otherwise)
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """What the loop decides about an update when it has read the step before."""
+
+    lr: float
+    """See `Engine.train_batch`."""
+    decoupled_lr: float | None
+    """See `Engine.train_batch`."""
+    limits: StepLimits | None
+    """None: every finite step changes the weights."""
+
+
 Vote = Callable[[], Sequence[float]]
 """Returns numbers of this rank, which the step's all-reduce adds up over all ranks.
 
@@ -170,6 +203,8 @@ class Engine(Protocol):
 
     stages: Sequence[GPT]
     """The stages of this rank, in the order of the layers."""
+    reads_late: bool
+    """Whether `queue_batch` can be called."""
 
     def train_batch(
         self,
@@ -195,6 +230,31 @@ class Engine(Protocol):
             accept: Decides whether a finite step changes weights, moments and loss scale. It gets
                 the same numbers on all ranks. None: every finite step does.
             vote: Returns this rank's terms of `StepResult.votes`.
+        """
+        ...
+
+    def queue_batch(
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        iteration: int,
+        plan_update: Callable[[], UpdateSettings | None],
+        vote: Vote,
+    ) -> Callable[[], StepResult] | None:
+        """Queue the work of a step on the device, which decides whether the weights change.
+
+        It gives the bits of `train_batch`.
+
+        Args:
+            microbatches: See `train_batch`.
+            iteration: See `train_batch`.
+            plan_update: Called when the microbatches are queued. It must read the step before. With
+                None, the gradients are dropped.
+            vote: See `train_batch`.
+
+        Returns:
+            A function that waits for the numbers of the step. It must be called before the next
+            update is planned, and before anything else is called. None if there was no update.
         """
         ...
 

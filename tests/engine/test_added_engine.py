@@ -31,6 +31,8 @@ CALLS: Counter[str] = Counter()
 class CountingEngine:
     """An engine that counts its calls. It computes nothing."""
 
+    reads_late = False
+
     def __init__(self, plan: Plan, mesh: Mesh, timers: Any, wait: Callable[[], None]) -> None:
         self.stages: Sequence[GPT] = ()
 
