@@ -34,25 +34,11 @@ The norm is None if the engine does not know it before the update. The loss is f
 """
 
 
-@dataclass(frozen=True)
-class StepLimits:
-    """`Accept` as numbers, which the device can compare. All bounds belong to the range."""
+AcceptOnDevice = Callable[[Any, Any], Any]
+"""`Accept` for two finite numbers, and for two scalar tensors in fp64 on the device.
 
-    loss: tuple[float, float]
-    """Range of the loss if the gradient norm is within its range."""
-    grad_norm: tuple[float, float]
-    loss_otherwise: tuple[float, float]
-    """Range of the loss if the gradient norm is not. No loss is between inf and -inf."""
-
-    def accept(self, loss: Any, grad_norm: Any) -> Any:
-        """Return whether a step may change the weights, for two numbers or two scalar tensors."""
-        low, high = self.grad_norm
-        usual = (grad_norm >= low) & (grad_norm <= high)
-        unusual = (grad_norm < low) | (grad_norm > high)
-        within, otherwise = (
-            (loss >= low) & (loss <= high) for low, high in (self.loss, self.loss_otherwise)
-        )
-        return (usual & within) | (unusual & otherwise)
+For tensors it returns a tensor. It may only compare, so that host and device decide alike.
+"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +49,7 @@ class UpdateSettings:
     """See `Engine.train_batch`."""
     decoupled_lr: float | None
     """See `Engine.train_batch`."""
-    limits: StepLimits | None
+    accept: AcceptOnDevice | None
     """None: every finite step changes the weights."""
 
 

@@ -210,8 +210,6 @@ def must_read(run: Run) -> bool:
     before = now - 1
     if not run.engine.reads_late or run.stop != StopReason.NONE or is_finished(plan, run.state):
         return True
-    if plan.train_seconds is not None or config.logging.log_params_norm:
-        return True
     if run.saver is not None and (run.saver.in_flight or run.saver.is_due(before, now)):
         return True
     planned = run.clock.next_step
@@ -222,13 +220,13 @@ def must_read(run: Run) -> bool:
         config.parallel.check_invariants_interval,
         config.parallel.straggler_interval,
     )
+    following = config.parallel.replay_interval, config.logging.log_layer_stats_interval
     return (
         planned.save_is_due
         or planned.evaluation_is_due
         or any(is_due(interval, before, now) for interval in intervals)
         # What follows is no ordinary step of the same data.
-        or is_due(config.parallel.replay_interval, now, now + 1)
-        or is_due(config.logging.log_layer_stats_interval, now, now + 1)
+        or any(is_due(interval, now, now + 1) for interval in following)
         or find_range(plan.skip_ranges, now + 1) is not None
         or any(phase.first_iteration == now + 1 for phase in plan.data_phases)
     )
@@ -368,7 +366,7 @@ def train_iteration(run: Run) -> None:
         return UpdateSettings(
             state.compute_learning_rate(plan.lr_schedule),
             state.compute_decoupled_learning_rate(plan.lr_schedule),
-            run.guard.find_limits(),
+            run.guard.find_accept(),
         )
 
     if is_due(plan.config.parallel.replay_interval, state.iteration, iteration):

@@ -40,6 +40,9 @@ class CountingEngine:
         CALLS["train_batch"] += 1
         return StepResult(loss=1.0, grad_norm=1.0, outcome=StepOutcome.APPLIED)
 
+    def queue_batch(self, *arguments: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
     def eval_batch(self, microbatches: Sequence[Microbatch], tally: Tally | None = None) -> float:
         CALLS["eval_batch"] += 1
         return 1.0

@@ -38,7 +38,6 @@ CASES: dict[str, tuple[int, str, tuple[int, ...]]] = {
     ),
     "a scale that changes": (1, f"{FP16} {DECAY}", (28,)),
     "nan": (1, DECAY, (4, 5, 10)),
-    "tokens that are counted": (1, f"--goldfish-loss --goldfish-k 4 --goldfish-h 4 {DECAY}", (5,)),
     "what needs the numbers": (
         1,
         "--eval-interval 4 --eval-iters 1 --split 80,20,0 --save-interval 3 --async-save "
@@ -59,6 +58,7 @@ def train(
     poisoned: tuple[int, ...] = (),
     stop_at: int = 0,
     switch: str = "",
+    emptied: int = 0,
 ) -> list[str]:
     """Run the main job. Return the order in which steps were computed and read.
 
@@ -67,6 +67,7 @@ def train(
         late: Whether the engine reads late, which only GPUs do otherwise.
         poisoned: Iterations whose loss is nan on the last rank.
         stop_at: The iteration during which each rank is asked to stop.
+        emptied: An iteration in which no token counts.
         switch: The kill switch that asks for it. Without it, a signal does.
     """
     from megatron.engine.native import NativeEngine
@@ -82,8 +83,9 @@ def train(
             Path(switch).touch()
         elif iteration == stop_at:
             os.kill(os.getpid(), signal.SIGTERM)
-        if iteration in poisoned and is_last:
-            mask = torch.full_like(microbatches[0].tokens, torch.nan, dtype=torch.float32)
+        if iteration in (*poisoned, emptied) and (is_last or iteration == emptied):
+            weight = 0.0 if iteration == emptied else torch.nan
+            mask = torch.full_like(microbatches[0].tokens, weight, dtype=torch.float32)
             microbatches = [dataclasses.replace(m, loss_mask=mask) for m in microbatches]
         return compute(self, microbatches, iteration, factor)
 
@@ -129,6 +131,15 @@ def train_twice(
         runs.append(read_run(runner.folder))
     assert runs[0] == runs[1]
     return orders
+
+
+def test_a_step_without_tokens_changes_nothing(
+    pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
+    flags = f"--goldfish-loss --goldfish-k 4 --goldfish-h 4 {DECAY}"
+    train_twice(pool, corpus, tmp_path, flags, poisoned=(), stop_at=0, switch="", emptied=5)
+    reported = {each["iteration"]: each for each in read_metrics(tmp_path / "True/metrics.jsonl")}
+    assert reported[5]["learning_rate"] == reported[4]["learning_rate"]
 
 
 @pytest.mark.parametrize(

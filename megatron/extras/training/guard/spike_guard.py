@@ -19,7 +19,7 @@ from enum import Enum
 from typing import Any
 
 from megatron.config.spike_guard import SpikeGuardConfig
-from megatron.engine.base import StepLimits, StepOutcome, StepResult
+from megatron.engine.base import StepOutcome, StepResult
 from megatron.extras.training.guard.spike_estimator import SpikeEstimator
 from megatron.run.divergence import compute_high_loss
 
@@ -60,6 +60,30 @@ class Spike:
     """First iteration of the uninterrupted row of spikes that this one belongs to."""
     last_normal: int
     """Last iteration before `first` whose loss was normal."""
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """What the numbers of a step must be, so that it may change the weights.
+
+    The bounds belong to the ranges.
+    """
+
+    loss: tuple[float, float]
+    """Range of the loss if the gradient norm is within its range."""
+    grad_norm: tuple[float, float]
+    loss_otherwise: tuple[float, float]
+    """Range of the loss if the gradient norm is not. No loss is between inf and -inf."""
+
+    def accept(self, loss: Any, grad_norm: Any) -> Any:
+        """Return whether a step may change the weights, for two numbers or two scalar tensors."""
+        low, high = self.grad_norm
+        usual = (grad_norm >= low) & (grad_norm <= high)
+        unusual = (grad_norm < low) | (grad_norm > high)
+        within, otherwise = (
+            (loss >= low) & (loss <= high) for low, high in (self.loss, self.loss_otherwise)
+        )
+        return (usual & within) | (unusual & otherwise)
 
 
 @dataclass(frozen=True)

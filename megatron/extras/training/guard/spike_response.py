@@ -14,7 +14,7 @@ from megatron.base.errors import TrainingError
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.save import Saver
-from megatron.engine.base import StepLimits, StepResult
+from megatron.engine.base import AcceptOnDevice, StepResult
 from megatron.extras.training.guard.interventions import (
     GuardRecords,
     build_record,
@@ -116,11 +116,11 @@ class RunGuard(Guard):
         """See `Guard`."""
         state.spike_guard = self._guard.state()
 
-    def find_limits(self) -> StepLimits | None:
+    def find_accept(self) -> AcceptOnDevice | None:
         """See `Guard`."""
         if self.accept is None:
             return None
-        return self._guard.find_limits()
+        return self._guard.find_limits().accept
 
     def start_phase(self) -> None:
         """See `Guard`."""

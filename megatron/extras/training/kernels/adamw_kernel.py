@@ -167,7 +167,9 @@ def launch(
         *(tuple(map(Tensor.data_ptr, column)) for column in columns),
         tuple(kept or [0] * len(sizes)),
     )
-    table, owners, aligned = _make_tables(addresses, sizes, weights[0].device)
+    device = weights[0].device
+    table, aligned = _make_table(addresses, sizes, device)
+    owners = _make_owners(sizes, device)
     beta1, beta2 = betas
     # torch interpolates from the nearer end, with a weight in fp32.
     weight1 = torch.tensor(1 - beta1, dtype=torch.float32).item()
@@ -192,16 +194,26 @@ def launch(
 
 
 @lru_cache(maxsize=_TABLES)
-def _make_tables(
+def _make_table(
     addresses: tuple[tuple[int, ...], ...], sizes: tuple[int, ...], device: torch.device
-) -> tuple[Tensor, Tensor, bool]:
-    """Return the table, the row of each program, and whether all addresses are aligned."""
-    blocks = torch.tensor([triton.cdiv(size, BLOCK) for size in sizes])
+) -> tuple[Tensor, bool]:
+    """Return the table, and whether all addresses are aligned."""
+    blocks = _count_blocks(sizes)
     starts = blocks.cumsum(0) - blocks
     table = torch.stack([*map(torch.tensor, addresses), torch.tensor(sizes), starts], dim=1)
-    owners = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(blocks)
     aligned = all(address % 16 == 0 for column in addresses for address in column)
-    return _upload(table, device), _upload(owners, device), aligned
+    return _upload(table, device), aligned
+
+
+@lru_cache(maxsize=_TABLES)
+def _make_owners(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the row of each program in the table. A model of 7B has 3.3 million programs."""
+    rows = torch.arange(len(sizes), dtype=torch.int32)
+    return _upload(rows.repeat_interleave(_count_blocks(sizes)), device)
+
+
+def _count_blocks(sizes: tuple[int, ...]) -> Tensor:
+    return torch.tensor([triton.cdiv(size, BLOCK) for size in sizes])
 
 
 def _upload(tensor: Tensor, device: torch.device) -> Tensor:

@@ -25,11 +25,14 @@ class LateEngine(NativeEngine):
     def _build(self) -> None:
         super()._build()
         # Muon, AdEMAMix and apex cannot leave a step out on the device. The bias of routers is
-        # updated by the host.
+        # updated by the host. The norm of the weights is that of the last step, and a run by time
+        # may end after each step.
         self.reads_late = (
             isinstance(self._optimizer, AdamW)
             and not self._optimizer.is_apex
             and not self._plan.shape.expert_layers
+            and not self._plan.config.logging.log_params_norm
+            and self._plan.train_seconds is None
         )
         self._next_scale: Tensor | None = None
         """Loss scale after a step that was not read yet, in fp64. None: the host knows it."""
@@ -75,9 +78,8 @@ class LateEngine(NativeEngine):
         applied = finite
         if counts:
             applied = applied & (terms[-1] != 0)
-        accept = None
-        if settings.limits is not None:
-            accept = settings.limits.accept
+        accept = settings.accept
+        if accept is not None:
             applied = applied & accept(mean, norm)
         factor = torch.ones_like(norm)
         if self._clip > 0:
