@@ -36,6 +36,7 @@ from megatron.model import flops
 from megatron.model.attention_kernels import use_attention_kernels
 from megatron.model.execution import Execution
 from megatron.model.experts.routing import get_span
+from megatron.model.fused_operators import FusedOperators
 from megatron.model.norm import describe_norm
 from megatron.model.shape import ModelShape
 from megatron.observe.log_line import LINE_FORMATS
@@ -130,7 +131,7 @@ def use_optimizer(value: Any) -> object:
         grid=types.SimpleNamespace(tensor=1),
         coordinate=types.SimpleNamespace(tensor=0),
     )
-    return build_optimizer([], plan, typing.cast(Any, mesh))
+    return build_optimizer([], plan, typing.cast(Any, mesh), FusedOperators())
 
 
 def use_kernels(value: Any) -> object:

@@ -59,6 +59,11 @@ class KernelsConfig:
     """Compute softmax and gradient of the logits in Triton kernels, which keep the logits in the
     dtype of the step. auto: on GPUs if Triton is installed. on needs pip install
     'megatron-3d[kernels]'. On a CPU, PyTorch's operators compute the same."""
+    adamw_fusion: bool | None = None
+    """Update weights, moments and the 16-bit copy of the weights in one Triton kernel. It is for
+    --optimizer adam on the native engine. apex' FusedAdam, if it is installed, is used instead.
+    auto: on GPUs if Triton is installed. on needs pip install 'megatron-3d[kernels]'. On a CPU,
+    PyTorch's operators compute the same."""
     use_varlen_attention: bool = False
     """Compute the attention of all documents of a microbatch in one call of torch's varlen_attn,
     instead of one call for each document. It is for --reset-attention-mask with short documents. It
@@ -84,5 +89,6 @@ class KernelsConfig:
             "--bias-swiglu-fusion": self.bias_swiglu_fusion,
             "--residual-norm-fusion": self.residual_norm_fusion,
             "--cross-entropy-loss-fusion": self.cross_entropy_loss_fusion,
+            "--adamw-fusion": self.adamw_fusion,
         }
         return tuple(flag for flag, given in asked.items() if given)

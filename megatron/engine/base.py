@@ -33,6 +33,25 @@ The norm is None if the engine does not know it before the update. The loss is f
 """
 
 
+AcceptOnDevice = Callable[[Any, Any], Any]
+"""`Accept` for two finite numbers, and for two scalar tensors in fp64 on the device.
+
+For tensors it returns a tensor. It may only compare, so that host and device decide alike.
+"""
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """What the loop decides about an update when it has read the step before."""
+
+    lr: float
+    """See `Engine.train_batch`."""
+    decoupled_lr: float | None
+    """See `Engine.train_batch`."""
+    accept: AcceptOnDevice | None
+    """None: every finite step changes the weights."""
+
+
 Vote = Callable[[], Sequence[float]]
 """Returns numbers of this rank, which the step's all-reduce adds up over all ranks.
 
@@ -185,6 +204,8 @@ class Engine(Protocol):
 
     stages: Sequence[GPT]
     """The stages of this rank, in the order of the layers."""
+    reads_late: bool
+    """Whether `queue_batch` can be called."""
 
     def train_batch(
         self,
@@ -210,6 +231,31 @@ class Engine(Protocol):
             accept: Decides whether a finite step changes weights, moments and loss scale. It gets
                 the same numbers on all ranks. None: every finite step does.
             vote: Returns this rank's terms of `StepResult.votes`.
+        """
+        ...
+
+    def queue_batch(
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        iteration: int,
+        plan_update: Callable[[], UpdateSettings | None],
+        vote: Vote,
+    ) -> Callable[[], StepResult] | None:
+        """Queue the work of a step on the device, which decides whether the weights change.
+
+        It gives the bits of `train_batch`.
+
+        Args:
+            microbatches: See `train_batch`.
+            iteration: See `train_batch`.
+            plan_update: Called when the microbatches are queued. It must read the step before. With
+                None, the gradients are dropped.
+            vote: See `train_batch`.
+
+        Returns:
+            A function that waits for the numbers of the step. It must be called before the next
+            update is planned, and before anything else is called. None if there was no update.
         """
         ...
 

@@ -22,6 +22,7 @@ _KERNELS = {
     "bias_swiglu_fusion": "gated MLP",
     "residual_norm_fusion": "norms and additions",
     "cross_entropy_loss_fusion": "softmax of the loss",
+    "adamw_fusion": "AdamW",
 }
 """Setting of a kernel -> what it computes."""
 

@@ -47,6 +47,8 @@ class EngineBase(ABC):
     See `Engine`.
     """
 
+    reads_late = False
+    """See `Engine`."""
     _uses_fsdp: ClassVar[bool]
     """Whether FSDP2 shards the stages. See `build_stages`."""
 
@@ -116,6 +118,10 @@ class EngineBase(ABC):
     @abstractmethod
     def _list_replicas(self) -> list[tuple[dist.ProcessGroup | None, list[Replica]]]:
         """Return the groups of ranks that replicate state, each with this rank's replicas."""
+
+    def queue_batch(self, *arguments: Any, **options: Any) -> Any:
+        """See `Engine.queue_batch`. Engines that cannot do it are not asked."""
+        raise NotImplementedError
 
     @abstractmethod
     def _evaluate(self, inputs: list[Inputs]) -> float:

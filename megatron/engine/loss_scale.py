@@ -23,6 +23,7 @@ Other programs describe hysteresis as a number of overflows in a row. In fact it
 overflows since the scale last doubled.
 """
 
+from copy import copy
 from typing import Any
 
 from megatron.config.precision import PrecisionConfig
@@ -92,6 +93,13 @@ class LossScale:
         if self._hysteresis_left == 0:
             self._scale = max(self._scale / 2, self._config.min_loss_scale)
         return searching
+
+    def predict(self) -> tuple[float, float]:
+        """Return the scale after an applied step, and after a dropped one."""
+        applied, dropped = copy(self), copy(self)
+        applied.record_applied()
+        dropped.record_overflow()
+        return applied.scale, dropped.scale
 
     def state(self) -> dict[str, Any]:
         """Return the state as JSON values."""

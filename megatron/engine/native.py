@@ -60,7 +60,9 @@ class NativeEngine(EngineBase):
         self._masters = [
             master for stage in self._rank_stages for master in self._make_masters(stage)
         ]
-        self._optimizer = build_optimizer(self._masters, plan, self._mesh)
+        self._optimizer = build_optimizer(
+            self._masters, plan, self._mesh, self._execution.operators
+        )
         self._experts = ExpertState(self.stages, plan, self._mesh)
         # The first and the last stage hold the word embedding. `ends` is their group, and None on
         # all other ranks.
@@ -167,11 +169,13 @@ class NativeEngine(EngineBase):
         return result
 
     def _run_microbatches(
-        self, microbatches: Sequence[Microbatch], iteration: int, factor: float
+        self, microbatches: Sequence[Microbatch], iteration: int, factor: float | Tensor
     ) -> Tensor:
         """Compute the gradients of `factor` x the losses, and return this rank's mean loss."""
         inputs = self._build_inputs(microbatches, iteration, training=True)
-        inputs = [replace(each, loss_factor=factor) for each in inputs]
+        # Only routers read it, whose runs have the number.
+        if isinstance(factor, float):
+            inputs = [replace(each, loss_factor=factor) for each in inputs]
         return self.runner.run(inputs, factor, train=True)
 
     def compute_and_drop_gradients(
@@ -245,6 +249,33 @@ class NativeEngine(EngineBase):
             accept: See `Engine.train_batch`.
             vote: See `Engine.train_batch`.
         """
+        self._collect_gradients()
+        if recorder is not None:
+            recorder.record_gradients(self._list_counted(), scale)
+        terms = self._reduce_step(loss, vote).tolist()
+        result = self._judge_step(
+            terms, scale, accept, votes=vote is not None, counts=self._counted_tokens is not None
+        )
+        if result.applied:
+            # 1e-6 as in `torch.nn.utils.clip_grad_norm_`.
+            if self._clip > 0 and result.grad_norm > self._clip:
+                clip_factor = self._clip / (result.grad_norm + 1e-6)
+            else:
+                clip_factor = 1.0
+            self._before_update()
+            self._optimizer.step(*rates, clip_factor / scale)
+            self._refresh_model(copies=not self._optimizer.writes_copies)
+        # The masters hold references to the gradients. Without this, `zero_grad` would not free
+        # their memory.
+        for master in self._masters:
+            master.weight.grad = None
+        if recorder is None:
+            return result
+        recorder.record_weights(self._list_counted())
+        return replace(result, layers=recorder.reduce())
+
+    def _collect_gradients(self) -> None:
+        """Give the masters their gradients, summed over the ranks that have parts of them."""
         for master in self._masters:
             gradient = master.model_parameter.grad
             assert gradient is not None, f"{master.name} got no gradient"
@@ -252,38 +283,38 @@ class NativeEngine(EngineBase):
         self._scale_expert_gradients()
         self._add_replicated_gradients()
         self._add_tied_gradients()
-        if recorder is not None:
-            recorder.record_gradients(self._list_counted(), scale)
-        # The norm is only right after the partial and tied gradients were added up.
-        loss_value, squares, zeros, votes, empty = self._reduce_step(loss, vote)
+
+    def _judge_step(
+        self,
+        terms: Sequence[float],
+        scale: float,
+        accept: Accept | None,
+        *,
+        votes: bool,
+        counts: bool,
+    ) -> StepResult:
+        """Return the result of a step from its terms, and update the loss scale.
+
+        All ranks have the same terms, so all of them take the same decision.
+
+        Args:
+            terms: See `_reduce_step`.
+            scale: See `_apply_gradients`.
+            accept: See `Engine.train_batch`.
+            votes: Whether the terms have votes.
+            counts: Whether the last term is the number of tokens that count.
+        """
+        loss, squares, zeros, *sums = terms
+        norm = squares
         if math.isfinite(squares):
             norm = math.sqrt(squares) / scale
-        else:
-            norm = squares
-        # All ranks have the same numbers, so all of them take the same decision.
-        outcome = _judge_step(loss_value, norm, accept, empty=empty)
-        if outcome is StepOutcome.APPLIED:
-            # 1e-6 as in `torch.nn.utils.clip_grad_norm_`.
-            if self._clip > 0 and norm > self._clip:
-                clip_factor = self._clip / (norm + 1e-6)
-            else:
-                clip_factor = 1.0
-            self._before_update()
-            self._optimizer.step(*rates, clip_factor / scale)
-            self._refresh_model()
-        # The masters hold references to the gradients. Without this, `zero_grad` would not free
-        # their memory.
-        for master in self._masters:
-            master.weight.grad = None
-        num_zeros = None
-        if self._count_zeros:
-            num_zeros = int(zeros)
-        result = self._finish_step(loss_value, norm, outcome, num_zeros)
-        result = replace(result, votes=votes)
-        if recorder is None:
-            return result
-        recorder.record_weights(self._list_counted())
-        return replace(result, layers=recorder.reduce())
+        empty = False
+        if counts:
+            empty = sums.pop() == 0.0
+        num_zeros = int(zeros) if self._count_zeros else None
+        outcome = _find_outcome(loss, norm, accept, empty=empty)
+        result = self._finish_step(loss, norm, outcome, num_zeros)
+        return replace(result, votes=sums if votes else None)
 
     def _scale_expert_gradients(self) -> None:
         """Divide the gradients of experts by the same number of ranks as all others.
@@ -328,13 +359,12 @@ class NativeEngine(EngineBase):
                 with self._mesh.tensor_parallel.comm_timer():
                     dist.all_reduce(master.weight.grad, group=self._mesh.ends)
 
-    def _reduce_step(
-        self, loss: Tensor, vote: Vote | None
-    ) -> tuple[float, float, float, Sequence[float] | None, bool]:
+    def _reduce_step(self, loss: Tensor, vote: Vote | None) -> Tensor:
         """Return the mean loss, the squared gradient norm, the number of zeros, and the votes.
 
-        They are those of the complete model and of all ranks. One all-reduce sums all of them. The
-        last value is whether no token of the batch counts.
+        They are those of the complete model and of all ranks, in fp64. One all-reduce sums all of
+        them. The last one is the number of tokens that count, if they were counted. The norm is
+        only right after the partial and tied gradients were added up.
         """
         counted = [m.weight.grad for m in self._list_counted() if m.weight.grad is not None]
         # An infinity in a replica is in the first rank's gradient too, which is counted.
@@ -350,10 +380,7 @@ class NativeEngine(EngineBase):
         # It is the same on all ranks already, but the host reads all numbers in one copy.
         if self._counted_tokens is not None:
             terms.append(self._counted_tokens)
-        loss_value, squares_value, zeros_value, *rest = self._sum_over_ranks(torch.stack(terms))
-        sums = None if vote is None else rest[: len(votes)]
-        empty = rest[len(votes) :] == [0.0]
-        return loss_value, squares_value, zeros_value, sums, empty
+        return self._add_over_ranks(torch.stack(terms))
 
     def _compute_loss_share(self, loss: Tensor) -> Tensor:
         """Return this rank's term of the mean loss. The sum over all ranks is the mean.
@@ -380,22 +407,28 @@ class NativeEngine(EngineBase):
         return [m for m in self._masters if self._is_counted(m)]
 
     def _sum_over_ranks(self, values: Tensor) -> list[float]:
+        return self._add_over_ranks(values).tolist()
+
+    def _add_over_ranks(self, values: Tensor) -> Tensor:
         if self._mesh.grid.world_size > 1:
             with self._mesh.tensor_parallel.comm_timer():
                 dist.all_reduce(values)
-        return values.tolist()
+        return values
 
-    def _refresh_model(self) -> None:
+    def _refresh_model(self, *, copies: bool = True) -> None:
         """Copy the fp32 masters to the low-precision weights.
 
         FSDP2 casts its shards when it gathers them, so with FSDP2 there is nothing to copy. But an
         evaluation leaves weights gathered, and these are out of date.
+
+        Args:
+            copies: Whether the copies are out of date. The optimizer may have written them.
         """
         for stage in self._rank_stages:
             if stage.sharded is not None:
                 stage.sharded.drop_gathered()
         copied = self._list_copied()
-        if copied:
+        if copied and copies:
             foreach_copy_([m.model_parameter.data for m in copied], [m.weight.data for m in copied])
 
     def _list_copied(self) -> list[MasterParameter]:
@@ -493,7 +526,7 @@ class NativeEngine(EngineBase):
         ]
 
 
-def _judge_step(loss: float, norm: float, accept: Accept | None, *, empty: bool) -> StepOutcome:
+def _find_outcome(loss: float, norm: float, accept: Accept | None, *, empty: bool) -> StepOutcome:
     """Return whether a step is applied, or why it is dropped."""
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return StepOutcome.NOT_FINITE

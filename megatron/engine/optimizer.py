@@ -78,6 +78,8 @@ class Optimizer(ABC):
 
     description: tuple[str, str, str]
     """The row of the table printed at start. See `Engine.describe_choices`."""
+    writes_copies = False
+    """Whether `step` also writes the copies in 16 bits with which the model computes."""
 
     def __init__(self, masters: list[MasterParameter]) -> None:
         """Create an optimizer of this rank's master parameters."""
@@ -227,7 +229,7 @@ class AdamW(Optimizer):
             if not stores_bf16(config):
                 apex_adam, reason = apex.find("apex.optimizers", "FusedAdam")
         # apex keeps the step count in the parameter groups, torch in each parameter's state.
-        self._step_in_groups = apex_adam is not None
+        self.is_apex = apex_adam is not None
         # The learning rate is 0 here, because `step` sets it.
         if apex_adam is not None:
             betas = (config.adam_beta1, config.adam_beta2)
@@ -248,7 +250,7 @@ class AdamW(Optimizer):
     def set_step_count(self, count: int) -> None:
         """Set the number of steps that the moments have had. See `Optimizer.set_step_count`."""
         super().set_step_count(count)
-        if self._step_in_groups:
+        if self.is_apex:
             for group in self._optimizer.param_groups:
                 group["step"] = count
 
@@ -262,15 +264,33 @@ class AdamW(Optimizer):
 
     def step(self, lr: float, decoupled_lr: float | None = None, factor: float = 1.0) -> None:
         """Update the weights. See `Optimizer.step`."""
-        for group in self._optimizer.param_groups:
-            rate = choose_rate(lr, decoupled_lr, decoupled=group["decoupled"])
-            group["lr"] = rate * group["factor"]
-        self.step_count += 1
+        self._begin_step(lr, decoupled_lr)
         if isinstance(self._optimizer, _TorchAdamW):
             self._optimizer.update(self.step_count, factor)
         else:
             scale_gradients(self.masters, factor)
             self._optimizer.step()
+
+    def step_if(self, decision: Tensor, lr: float, decoupled_lr: float | None) -> None:
+        """Update the weights if the device has decided so. apex cannot do it.
+
+        The step is counted. If it was dropped, the caller must set the step count back.
+
+        Args:
+            decision: fp64[2] on the device: 1 to update and 0 to change nothing, and the factor on
+                the gradients.
+            lr: See `step`.
+            decoupled_lr: See `step`.
+        """
+        self._begin_step(lr, decoupled_lr)
+        assert isinstance(self._optimizer, _TorchAdamW), "apex cannot drop a step"
+        self._optimizer.update(self.step_count, decision[1], 1.0 - decision[0])
+
+    def _begin_step(self, lr: float, decoupled_lr: float | None) -> None:
+        for group in self._optimizer.param_groups:
+            rate = choose_rate(lr, decoupled_lr, decoupled=group["decoupled"])
+            group["lr"] = rate * group["factor"]
+        self.step_count += 1
 
 
 class _TorchAdamW:
@@ -287,12 +307,15 @@ class _TorchAdamW:
         self._config = config
 
     @torch.no_grad()
-    def update(self, step_count: int, factor: float) -> None:
+    def update(
+        self, step_count: int, factor: float | Tensor, dropped: Tensor | None = None
+    ) -> None:
         """Update the parameters that have a gradient.
 
         Args:
             step_count: Number of this step, from 1.
-            factor: See `Optimizer.step`.
+            factor: See `Optimizer.step`. A number, or a scalar on the device.
+            dropped: A scalar on the device, 1 to change nothing and 0 to update. None: 0.
         """
         config = self._config
         for group in self.param_groups:
@@ -307,7 +330,9 @@ class _TorchAdamW:
             # The operator needs the count on the device. A fill does not make the host wait.
             step = torch.full((), float(step_count), dtype=torch.float32, device=device)
             scale = None
-            if factor != 1.0 and device.type == "cpu":
+            if isinstance(factor, Tensor) and device.type != "cpu":
+                scale = (1.0 / factor).float()
+            elif isinstance(factor, Tensor) or (factor != 1.0 and device.type == "cpu"):
                 # A division would give other bits than all earlier versions have given.
                 foreach_mul_([gradient for _, gradient, *_ in tensors], factor)
             elif factor != 1.0:
@@ -327,6 +352,7 @@ class _TorchAdamW:
                         eps=group["eps"],
                         maximize=False,
                         grad_scale=scale,
+                        found_inf=None if dropped is None else dropped.float(),
                     )
 
 

@@ -55,14 +55,14 @@ class PipelineRunner:
         self._num_stages = num_stages
         self._dtype = dtype
         self._stages = [_StageModule(stage) for stage in stages]
-        self._factor = 1.0
+        self._factor: float | Tensor = 1.0
         self.schedules: dict[bool, tuple[tuple[int, ...], Any]] = {}
         """The latest schedule for training (True) and for evaluation (False).
 
         Each comes with the number of microbatches and the shape that it is for.
         """
 
-    def run(self, inputs: Sequence[Inputs], factor: float, *, train: bool) -> Tensor:
+    def run(self, inputs: Sequence[Inputs], factor: float | Tensor, *, train: bool) -> Tensor:
         """Run the microbatches by the pipeline schedule. See `Runner.run`."""
         for stage in self._stages:
             stage.begin(inputs)

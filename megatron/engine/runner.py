@@ -22,12 +22,12 @@ from megatron.parallel.mesh import Mesh
 class Runner(Protocol):
     """Runs the microbatches of a global batch through this rank's stages."""
 
-    def run(self, inputs: Sequence[Inputs], factor: float, *, train: bool) -> Tensor:
+    def run(self, inputs: Sequence[Inputs], factor: float | Tensor, *, train: bool) -> Tensor:
         """Run the forward passes and, with `train`, the backward passes.
 
         Args:
             inputs: The microbatches of this rank.
-            factor: The factor on each loss before its backward pass.
+            factor: The factor on each loss before its backward pass. A number or a scalar in fp32.
             train: Whether to add the gradients of `factor` x the sum of the losses to the
                 parameters' gradients.
 
@@ -45,7 +45,7 @@ class SingleStageRunner:
         """Create a runner of the only stage."""
         self._stage = stage
 
-    def run(self, inputs: Sequence[Inputs], factor: float, *, train: bool) -> Tensor:
+    def run(self, inputs: Sequence[Inputs], factor: float | Tensor, *, train: bool) -> Tensor:
         """Run the microbatches one after the other. See `Runner.run`."""
         # The sum stays on the device. Reading each loss would wait for the GPU every microbatch.
         total = torch.zeros((), dtype=torch.float32, device=inputs[0].tokens.device)

@@ -4,6 +4,7 @@ The model needs none of them. Without a kernel, it computes the same with PyTorc
 are the reference for each kernel, and the only path on a CPU.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -114,7 +115,7 @@ class LossKernels(Protocol):
 
 @dataclass(frozen=True)
 class FusedOperators:
-    """The kernels that a model uses. None stands for PyTorch's operators."""
+    """The kernels that a model and its optimizer use. None stands for PyTorch's operators."""
 
     rotate: Rotate | None = None
     rotate_projection: RotateProjection | None = None
@@ -122,3 +123,5 @@ class FusedOperators:
     add_and_normalise: AddAndNormalise | None = None
     loss: LossKernels | None = None
     drop: Drop | None = None
+    build_adamw: Callable[..., Any] | None = None
+    """Takes the arguments of `AdamW`, which is in a higher layer, and returns a subclass of it."""

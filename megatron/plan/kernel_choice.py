@@ -23,11 +23,13 @@ _ATTENTION_ORDERS: dict[str, tuple[AttentionBackend, ...]] = {
 }
 """Compute capability -> order of attention kernels. All other types have PyTorch's."""
 _COMPILED = "torch.compile fuses it with its neighbours"
+_NEVER_COMPILED = ("cross_entropy_loss_fusion", "adamw_fusion")
 TRITON = (
     "rope_fusion",
     "bias_swiglu_fusion",
     "residual_norm_fusion",
     "cross_entropy_loss_fusion",
+    "adamw_fusion",
 )
 """The settings of kernels that need Triton."""
 SWITCHES = ("gradient_accumulation_fusion", *TRITON)
@@ -113,6 +115,8 @@ def explain_refusal(name: str, used: Any, plan: Plan, device: KernelDevice) -> s
         return None
     if not used:
         return None
+    if name == "adamw_fusion" and plan.config.parallel.deepspeed:
+        return "DeepSpeed updates the weights"
     if name != "gradient_accumulation_fusion":
         return device.obstacle or None
     reason = _find_obstacle_of_sums(plan)
@@ -129,6 +133,7 @@ def _find_obstacle(name: str, plan: Plan, device: KernelDevice) -> str | None:
         "rope_fusion": config.model.position_embedding_type != "rotary",
         "bias_swiglu_fusion": config.model.glu_activation in (None, "clamped_swiglu"),
         "residual_norm_fusion": config.model.norm_placement != "input",
+        "adamw_fusion": config.optimizer.optimizer != "adam" or config.parallel.deepspeed,
     }
     if absent.get(name):
         return ""
@@ -142,7 +147,7 @@ def _find_obstacle(name: str, plan: Plan, device: KernelDevice) -> str | None:
         return "not run on a GPU yet"
     if device.obstacle:
         return device.obstacle
-    if config.kernels.use_torch_compile and name != "cross_entropy_loss_fusion":
+    if config.kernels.use_torch_compile and name not in _NEVER_COMPILED:
         return _COMPILED
     return None
 

@@ -4,12 +4,13 @@ It reads from top to bottom. Every action of an iteration is visible here.
 """
 
 import time
+from collections.abc import Callable, Sequence
 
 from megatron.base.code_version import get_code_version
 from megatron.base.errors import TrainingError
 from megatron.checkpoint.save import CheckpointContents, Saver
 from megatron.config.yaml_file import dump_yaml
-from megatron.engine.base import StepOutcome, StepResult
+from megatron.engine.base import StepOutcome, StepResult, UpdateSettings
 from megatron.model.flops import count_forward_flops_per_token
 from megatron.observe.log_line import format_skipped_range_line, format_training_complete_line
 from megatron.observe.timers import DATA_WAIT, SAVE
@@ -24,7 +25,7 @@ from megatron.run.evaluate import (
 from megatron.run.exits import StopReason
 from megatron.run.forecast import report_end, report_forecast
 from megatron.run.report import StepRecord
-from megatron.run.run import Run
+from megatron.run.run import QueuedStep, Run
 from megatron.run.state import TrainState
 from megatron.schedule.clock import is_due
 from megatron.schedule.skip import find_range
@@ -123,13 +124,13 @@ def train_until_stop(run: Run) -> StopReason:
     """
     plan = run.plan
     state = run.state
-    stop = StopReason.NONE
+    run.stop = StopReason.NONE
     run.clock.start()
     run.step_clock.start()
     run.reporter.start(state.iteration)
     if not is_finished(plan, state):
         complete_pending(run)
-    while stop == StopReason.NONE and not is_finished(plan, state):
+    while run.stop == StopReason.NONE and not is_finished(plan, state):
         before = state.iteration
         run.mesh.progress.iteration = before + 1
         run.mesh.progress.begin_step("training iteration", before + 1)
@@ -139,7 +140,8 @@ def train_until_stop(run: Run) -> StopReason:
         with run.mesh.progress.allow_stop():
             wait_for_data(run, skips=skipped is not None)
         if run.mesh.progress.stopped:
-            return StopReason.SIGNAL
+            finish_queued_step(run)
+            return StopReason.SIGNAL if run.rollback is None else StopReason.ROLLBACK
         announce_phase(run)
         if skipped is not None:
             with run.step_clock.pause():
@@ -150,25 +152,84 @@ def train_until_stop(run: Run) -> StopReason:
         # The run goes back, so nothing of this iteration is kept.
         if run.rollback is not None:
             return StopReason.ROLLBACK
-        run.clock.finish_step()
-        state.elapsed_seconds = run.clock.read()
-        check_nan_iterations(plan, state)
-        # After a skipped range nothing was trained, so there is nothing new to verify or evaluate.
-        if skipped is None and is_due(
-            plan.config.parallel.check_invariants_interval, before, state.iteration
-        ):
-            with run.step_clock.pause():
-                check_invariants(run)
-        if skipped is None:
-            evaluate_when_due(run, before)
-        # A reason to stop does not prevent the save. `train` saves the last iteration if it was
-        # not due here.
-        save_when_due(run, before)
-        # The decision comes last, because the time of evaluation and save counts in the decision
-        # about the next step.
-        stop = decide(run, before)
-        run.exporter.poll()
-    return stop
+        if run.queued is None:
+            finish_iteration(run, before, trained=skipped is None)
+    return run.stop
+
+
+def finish_queued_step(run: Run) -> None:
+    """Read the step that is queued, if there is one, and do what is due after it."""
+    step = run.queued
+    if step is None:
+        return
+    read_step(run, step)
+    if run.rollback is None:
+        finish_iteration(run, step.iteration - 1, trained=True)
+
+
+def finish_iteration(run: Run, before: int, *, trained: bool) -> None:
+    """Do what is due after an iteration or a skipped range, and agree on a reason to stop.
+
+    Args:
+        run: The run.
+        before: The iteration before it.
+        trained: Whether an iteration was trained. After a skipped range there is nothing new to
+            verify or evaluate.
+
+    Raises:
+        MegatronError: See `train`.
+    """
+    plan = run.plan
+    state = run.state
+    run.clock.finish_step()
+    state.elapsed_seconds = run.clock.read()
+    check_nan_iterations(plan, state)
+    if trained and is_due(plan.config.parallel.check_invariants_interval, before, state.iteration):
+        with run.step_clock.pause():
+            check_invariants(run)
+    if trained:
+        evaluate_when_due(run, before)
+    # A reason to stop does not prevent the save. `train` saves the last iteration if it was not due
+    # here.
+    save_when_due(run, before)
+    # The decision comes last, because the time of evaluation and save counts in the decision about
+    # the next step.
+    run.stop = max(run.stop, decide(run, before))
+    run.exporter.poll()
+
+
+def must_read(run: Run) -> bool:
+    """Return whether the last step must be read now, and not while the next one computes.
+
+    All ranks get the same answer. Whatever reads the state of the engine or may end the run needs
+    the numbers of the step first.
+    """
+    plan = run.plan
+    config = plan.config
+    now = run.state.iteration
+    before = now - 1
+    if not run.engine.reads_late or run.stop != StopReason.NONE or is_finished(plan, run.state):
+        return True
+    if run.saver is not None and (run.saver.in_flight or run.saver.is_due(before, now)):
+        return True
+    planned = run.clock.next_step
+    intervals = (
+        run.clock.eval_interval,
+        config.batch.eval_tasks_interval,
+        config.batch.exit_interval,
+        config.parallel.check_invariants_interval,
+        config.parallel.straggler_interval,
+    )
+    following = config.parallel.replay_interval, config.logging.log_layer_stats_interval
+    return (
+        planned.save_is_due
+        or planned.evaluation_is_due
+        or any(is_due(interval, before, now) for interval in intervals)
+        # What follows is no ordinary step of the same data.
+        or any(is_due(interval, now, now + 1) for interval in following)
+        or find_range(plan.skip_ranges, now + 1) is not None
+        or any(phase.first_iteration == now + 1 for phase in plan.data_phases)
+    )
 
 
 def decide(run: Run, before: int) -> StopReason:
@@ -247,7 +308,8 @@ def wait_for_data(run: Run, *, skips: bool) -> None:
             run.reporter.log(note)
     sizes = (batch_size, run.plan.get_seq_length(state.iteration + 1))
     # A batch that was read ahead follows the last one and has its sizes.
-    is_ahead = run.exits.has_batch and sizes == run.sizes_ahead
+    # Its votes are in the numbers of the last step.
+    is_ahead = run.queued is None and run.exits.has_batch and sizes == run.sizes_ahead
     run.sizes_ahead = None if skips else sizes
     if train is not None and not skips and not is_ahead:
         with run.timers(DATA_WAIT):
@@ -280,58 +342,99 @@ def is_finished(plan: Plan, state: TrainState) -> bool:
 
 
 def train_iteration(run: Run) -> None:
-    """Train one global batch, update the counters and report the step."""
+    """Train one global batch, and read the step before if it was not read yet."""
     plan = run.plan
     state = run.state
-    timers = run.timers
     # Size and length depend on the counters before this step. They must be read before `advance`.
     seq_length = plan.get_seq_length(state.iteration + 1)
     batch_size = plan.batch_size.get_size(state.consumed_samples, state.consumed_tokens)
-    with timers(DATA_WAIT):
+    with run.timers(DATA_WAIT):
         assert run.sources.train is not None, "the plan has train samples"
         microbatches = run.sources.train.read_batch(batch_size, seq_length)
     run.reporter.report_pipeline_schedule(batch_size)
-    # These are the rates that the step uses. The reported rates, below, are those after the step,
-    # as in Megatron. With --train-time the next rate is not known yet, and both are the same.
     iteration = state.iteration + 1
-    rate = state.compute_learning_rate(plan.lr_schedule)
+
+    def vote() -> Sequence[float]:
+        return run.exits.vote(iteration - 1, iteration, list_waits(run))
+
+    def plan_update() -> UpdateSettings | None:
+        finish_queued_step(run)
+        if run.rollback is not None:
+            return None
+        # These are the rates that the step uses. The reported rates are those after the step, as in
+        # Megatron. With --train-time the next rate is not known yet, and both are the same.
+        return UpdateSettings(
+            state.compute_learning_rate(plan.lr_schedule),
+            state.compute_decoupled_learning_rate(plan.lr_schedule),
+            run.guard.find_accept(),
+        )
+
     if is_due(plan.config.parallel.replay_interval, state.iteration, iteration):
         with run.step_clock.pause(), run.timers.pause():
             run.replay.check(microbatches, iteration)
+    with_statistics = is_due(
+        plan.config.logging.log_layer_stats_interval, state.iteration, iteration
+    )
     with run.stragglers.measure(iteration):
-        result = run.engine.train_batch(
-            microbatches,
-            iteration=iteration,
-            lr=rate,
-            decoupled_lr=state.compute_decoupled_learning_rate(plan.lr_schedule),
-            with_layer_statistics=is_due(
-                plan.config.logging.log_layer_stats_interval, state.iteration, iteration
-            ),
-            accept=run.guard.accept,
-            vote=lambda: run.exits.vote(iteration - 1, iteration, list_waits(run)),
-        )
-    run.exits.count_votes(result.votes, iteration)
+        if run.engine.reads_late and not with_statistics:
+            read = run.engine.queue_batch(
+                microbatches, iteration=iteration, plan_update=plan_update, vote=vote
+            )
+        else:
+            settings = plan_update()
+            assert settings is not None, "`must_read` leaves no step to read"
+            result = run.engine.train_batch(
+                microbatches,
+                iteration=iteration,
+                lr=settings.lr,
+                decoupled_lr=settings.decoupled_lr,
+                with_layer_statistics=with_statistics,
+                accept=run.guard.accept,
+                vote=vote,
+            )
+            read = _make_reader(result)
+    # The step before goes back to a checkpoint, and this one has changed nothing.
+    if read is None:
+        return
+    rate = state.compute_learning_rate(plan.lr_schedule)
+    run.queued = QueuedStep(read, iteration, rate, batch_size, seq_length)
     state.advance(batch_size, batch_size * seq_length)
-    count_step(plan, state, result, batch_size, seq_length)
+    if must_read(run):
+        read_step(run, run.queued)
+
+
+def _make_reader(result: StepResult) -> Callable[[], StepResult]:
+    """Return the function that reads a step whose numbers are known."""
+    return lambda: result
+
+
+def read_step(run: Run, step: QueuedStep) -> None:
+    """Read the numbers of a step, count it and report it."""
+    plan = run.plan
+    state = run.state
+    result = step.read()
+    run.queued = None
+    run.exits.count_votes(result.votes, step.iteration)
+    count_step(plan, state, result, step.batch_size, step.seq_length)
     if plan.config.logging.log_params_norm:
         params_norm = run.engine.compute_parameter_norm()
     else:
         params_norm = None
     # The time is that since the same line of the iteration before, see `StepClock`.
     seconds = run.step_clock.finish_iteration()
-    run.clock.costs.record_step(seconds, batch_size * seq_length)
-    run.exits.warn_about_slow_step(iteration, seconds)
+    run.clock.costs.record_step(seconds, step.batch_size * step.seq_length)
+    run.exits.warn_about_slow_step(step.iteration, seconds)
     report_forecast(run)
     run.reporter.report_step(
         state,
         StepRecord(
             result=result,
-            batch_size=batch_size,
-            seq_length=seq_length,
+            batch_size=step.batch_size,
+            seq_length=step.seq_length,
             learning_rate=state.compute_learning_rate(plan.lr_schedule),
             decoupled_learning_rate=state.compute_decoupled_learning_rate(plan.lr_schedule),
             seconds=seconds,
-            phase_seconds=timers.take(),
+            phase_seconds=run.timers.take(),
             params_norm=params_norm,
             train_iters=run.clock.estimate_iterations(),
         ),
@@ -344,12 +447,12 @@ def train_iteration(run: Run) -> None:
             run.reporter.log(warning)
     if result.outcome is StepOutcome.EMPTY:
         run.reporter.log(
-            f"warning: no token of iteration {iteration} counts in the loss, so it changes no "
+            f"warning: no token of iteration {step.iteration} counts in the loss, so it changes no "
             "weights. Its samples are consumed"
         )
     else:
         # With a rollback, the loop ends, and the run goes back to a checkpoint.
-        run.rollback = run.guard.respond(result, rate, state, run.saver)
+        run.rollback = run.guard.respond(result, step.learning_rate, state, run.saver)
 
 
 def count_step(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megatron.data.batches import Microbatch
     from megatron.data.indexed import IndexedDataset
     from megatron.data.source_kind import SourceKind
-    from megatron.engine.base import Accept, Engine, StepResult
+    from megatron.engine.base import Accept, AcceptOnDevice, Engine, StepResult
     from megatron.engine.kind import EngineKind
     from megatron.model.gpt import GPT
     from megatron.observe.block_timer import BlockTimer
@@ -67,6 +67,10 @@ class Guard:
 
     accept: Accept | None = None
     """The function that decides whether a step may change weights. None accepts each step."""
+
+    def find_accept(self) -> AcceptOnDevice | None:
+        """Return `accept` for the next step, so that the device can decide. None accepts it."""
+        return None
 
     def respond(
         self, result: StepResult, learning_rate: float, state: TrainState, saver: Saver | None

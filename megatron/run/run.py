@@ -1,6 +1,6 @@
 """Everything that training uses, in one object that is passed as an argument."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,17 +9,29 @@ import torch
 from megatron.checkpoint.save import Saver
 from megatron.data.epochs import DatasetUse
 from megatron.data.source import Sources
-from megatron.engine.base import Engine
+from megatron.engine.base import Engine, StepResult
 from megatron.observe.timers import Timers
 from megatron.parallel.mesh import Mesh
 from megatron.plan.run_plan import Plan
 from megatron.run.clock import RunClock, StepClock
 from megatron.run.divergence import DivergenceWatch
-from megatron.run.exits import Exits
+from megatron.run.exits import Exits, StopReason
 from megatron.run.parts import Exporter, Guard, Profiling, RankComparison, Replay, Tasks
 from megatron.run.report import Reporter
 from megatron.run.start.data_files import DataFiles
 from megatron.run.state import TrainState
+
+
+@dataclass(frozen=True)
+class QueuedStep:
+    """A step whose work is queued on the device, and whose numbers the host has not read."""
+
+    read: Callable[[], StepResult]
+    """Waits for the numbers."""
+    iteration: int
+    learning_rate: float
+    batch_size: int
+    seq_length: int
 
 
 @dataclass
@@ -64,6 +76,10 @@ class Run:
     None until the first check.
     """
     divergence: DivergenceWatch = field(default_factory=DivergenceWatch)
+    queued: QueuedStep | None = None
+    """The latest step, until it is read."""
+    stop: StopReason = StopReason.NONE
+    """The reason to stop that the ranks agreed on after the last step that was read."""
     rollback: dict[str, Any] | None = None
     """The guard's rollback, after `train` has returned `StopReason.ROLLBACK`."""
     sizes_ahead: tuple[int, int] | None = None

@@ -505,6 +505,14 @@ UNUSUAL: list[tuple[dict[str, object], str]] = [
         "--bias-swiglu-fusion has no effect without --glu-activation.",
     ),
     (
+        {"adamw_fusion": True, "optimizer": "muon"},
+        "--adamw-fusion has no effect without --optimizer adam.",
+    ),
+    (
+        {"adamw_fusion": True, "deepspeed": True},
+        "--adamw-fusion has no effect with --deepspeed",
+    ),
+    (
         {
             "gradient_accumulation_fusion": True,
             "bf16": True,

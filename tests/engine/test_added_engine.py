@@ -31,12 +31,17 @@ CALLS: Counter[str] = Counter()
 class CountingEngine:
     """An engine that counts its calls. It computes nothing."""
 
+    reads_late = False
+
     def __init__(self, plan: Plan, mesh: Mesh, timers: Any, wait: Callable[[], None]) -> None:
         self.stages: Sequence[GPT] = ()
 
     def train_batch(self, microbatches: Sequence[Microbatch], **options: Any) -> StepResult:
         CALLS["train_batch"] += 1
         return StepResult(loss=1.0, grad_norm=1.0, outcome=StepOutcome.APPLIED)
+
+    def queue_batch(self, *arguments: Any, **options: Any) -> Any:
+        raise NotImplementedError
 
     def eval_batch(self, microbatches: Sequence[Microbatch], tally: Tally | None = None) -> float:
         CALLS["eval_batch"] += 1

@@ -84,7 +84,7 @@ IN_FP32 = {
     "async-save": "--async-save --save-interval 5",
 }
 """Name -> flags of a run whose losses on the GPU must equal those on the CPU."""
-KERNELS = "--rope-fusion --bias-swiglu-fusion --cross-entropy-loss-fusion"
+KERNELS = "--rope-fusion --bias-swiglu-fusion --cross-entropy-loss-fusion --adamw-fusion"
 """The kernels of `megatron.extras.training.kernels`. A CPU uses PyTorch's operators."""
 IN_FP32 |= {
     "kernels": f"{LLAMA} {KERNELS} --rotary-percent 0.5 --z-loss-coefficient 1e-4",
@@ -490,6 +490,20 @@ def test_kernels_of_norms_equal_the_operators_of_torch(dtype: torch.dtype) -> No
                 case = f"{norm} kernel, {sizes}, addition {with_branch}, {dtype}"
                 report(case, note=f"in units of rounding: {units}")
                 assert max(units.values()) <= 1, units
+
+
+@needs_gpu
+@pytest.mark.gpu_core
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_the_update_has_the_bits_of_torchs_operator_on_a_cpu(
+    moments: torch.dtype, shift: int
+) -> None:
+    from engine.adamw_comparisons import compare_steps
+
+    found = compare_steps("cuda", moments, torch.bfloat16, (0.9, 0.95), shift)
+    report(f"AdamW's kernel, {moments}", note=f"tensors that differ in each step: {found}")
+    assert found == [[], [], [], []]
 
 
 @needs_gpu

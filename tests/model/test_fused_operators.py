@@ -160,9 +160,10 @@ def list_accesses(kernel: Any, pointers: dict[str, str], constants: dict[str, An
 
     types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
     types |= {name: f"*{dtype}" for name, dtype in pointers.items()}
-    types |= {"eps": "fp32"} if "eps" in types else {}
+    fractions = {"eps", "weight1", "beta2", "rest2"} & set(types)
+    types |= dict.fromkeys(fractions, "fp32")
     # As a launch finds it out: addresses and strides are multiples of 16, and counts are not.
-    counts = ("batch", "groups", "slots", "queries", "rows", "programs", "eps")
+    counts = ("batch", "groups", "slots", "queries", "rows", "programs", *fractions)
     divisible = {
         (number,): [["tt.divisibility", 16]]
         for number, name in enumerate(kernel.arg_names)
@@ -323,7 +324,8 @@ def test_training_with_kernels_equals_training_without(
     interpreters: ProcessPoolExecutor, corpus: str, tmp_path: Path
 ) -> None:
     kernels = (
-        "--rope-fusion --bias-swiglu-fusion --residual-norm-fusion --cross-entropy-loss-fusion"
+        "--rope-fusion --bias-swiglu-fusion --residual-norm-fusion --cross-entropy-loss-fusion "
+        "--adamw-fusion"
     )
     plain, log = train_curve(interpreters, corpus, tmp_path / "plain", FLAGS)
     assert "Triton" not in log

@@ -57,7 +57,8 @@ def choose_on(
     [
         ({}, []),
         ({"precision": {"bf16": False}}, ["gradient_accumulation_fusion"]),
-        ({"parallel": {"deepspeed": True}}, ["gradient_accumulation_fusion"]),
+        ({"parallel": {"deepspeed": True}}, ["gradient_accumulation_fusion", "adamw_fusion"]),
+        ({"optimizer": {"optimizer": "ademamix"}}, ["adamw_fusion"]),
         ({"precision": {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}}, []),
         ({"precision": {"fp8_format": "e4m3", "fp8_recipe": "rowwise"}}, []),
         ({"model": {"position_embedding_type": "alibi"}}, ["rope_fusion"]),

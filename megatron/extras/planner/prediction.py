@@ -78,6 +78,7 @@ def describe_software(plan: Plan, hardware: Hardware) -> Software:
         fused_rotation=bool(kernels.rope_fusion),
         fused_gate=bool(kernels.bias_swiglu_fusion),
         fused_loss=bool(kernels.cross_entropy_loss_fusion),
+        fused_update=bool(kernels.adamw_fusion),
         logit_bytes=logit_bytes,
         optimizer=config.optimizer,
     )

@@ -7,16 +7,17 @@ from megatron.engine.native_kind import NATIVE
 
 def choose_engine(config: Config) -> EngineKind:
     """Return the kind of engine that a configuration asks for. This imports no torch."""
-    kind = NATIVE
+    from megatron.extras.training.cuda_graph.kind import add_graphs
+    from megatron.extras.training.kernels.kind import add_kernels
+    from megatron.extras.training.late_reading.kind import add_late_reading
+
     if config.parallel.deepspeed:
         from megatron.extras.training.deepspeed.kind import DEEPSPEED
 
-        kind = DEEPSPEED
-    elif config.precision.fp8_format is not None:
+        return add_kernels(DEEPSPEED)
+    kind = NATIVE
+    if config.precision.fp8_format is not None:
         from megatron.extras.training.float8.kind import FLOAT8
 
         kind = FLOAT8
-    from megatron.extras.training.cuda_graph.kind import add_graphs
-    from megatron.extras.training.kernels.kind import add_kernels
-
-    return add_graphs(add_kernels(kind))
+    return add_graphs(add_kernels(add_late_reading(kind)))

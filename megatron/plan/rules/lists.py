@@ -244,6 +244,8 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     ),
     no_effect_without("model.glu_activation", "", "kernels.bias_swiglu_fusion"),
     no_effect_unless("model.norm_placement", ("input",), "kernels.residual_norm_fusion"),
+    no_effect_unless("optimizer.optimizer", ("adam",), "kernels.adamw_fusion"),
+    no_effect("with --deepspeed", lambda c: c.parallel.deepspeed, "kernels.adamw_fusion"),
     no_effect(
         "in compiled layers and with a residual stream in fp32",
         lambda c: c.kernels.use_torch_compile or c.precision.fp32_residual_connection,

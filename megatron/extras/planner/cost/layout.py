@@ -234,6 +234,8 @@ class Software:
     """Whether one kernel computes the product in a gated MLP. Only this trainer uses it."""
     fused_loss: bool = False
     """Whether the loss has kernels of its own. Only this trainer uses it."""
+    fused_update: bool = False
+    """Whether one kernel updates the weights and writes their copies. Only this trainer uses it."""
     logit_bytes: int = 56
     """Memory traffic of the loss and its backward pass for each logit."""
     overhead: Overhead = Overhead()

@@ -65,7 +65,7 @@ _OPTIMIZER_BYTES = 32
 master weight and two moments read and written. The half-precision weight is written as well."""
 _ROUNDED_BYTES = 12
 """Further traffic for each moment in bf16, whose fp32 copy is written before the update and read
-after it."""
+after it. One kernel for the update reads and writes the moment itself, which saves 4 bytes."""
 
 
 @dataclass(frozen=True)
@@ -256,8 +256,9 @@ class StepPrediction:
         traffic: float = _OPTIMIZER_BYTES + (2 if self.job.software.half else 0)
         optimizer = self.job.software.optimizer
         dtypes = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
-        traffic += _ROUNDED_BYTES * dtypes.count("bf16")
-        if self.job.software.counts_tensors:
+        fused = self.job.software.fused_update
+        traffic += (-4 if fused else _ROUNDED_BYTES) * dtypes.count("bf16")
+        if self.job.software.counts_tensors and not fused:
             # A kernel of its own reads the masters again to write the weights in half precision.
             traffic = self.job.software.pointwise * (traffic + 4 * self.job.software.half)
         return estimate_memory_seconds(traffic * parameters, self.job.hardware, 20)

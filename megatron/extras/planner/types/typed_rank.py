@@ -46,6 +46,7 @@ def use_plain_operators(plan: Plan) -> Plan:
         bias_swiglu_fusion=False,
         residual_norm_fusion=False,
         cross_entropy_loss_fusion=False,
+        adamw_fusion=False,
     )
     precision = replace(plan.config.precision, fp8_format=None)
     config = replace(plan.config, kernels=kernels, precision=precision)

@@ -63,6 +63,30 @@ class Spike:
 
 
 @dataclass(frozen=True)
+class StepLimits:
+    """What the numbers of a step must be, so that it may change the weights.
+
+    The bounds belong to the ranges.
+    """
+
+    loss: tuple[float, float]
+    """Range of the loss if the gradient norm is within its range."""
+    grad_norm: tuple[float, float]
+    loss_otherwise: tuple[float, float]
+    """Range of the loss if the gradient norm is not. No loss is between inf and -inf."""
+
+    def accept(self, loss: Any, grad_norm: Any) -> Any:
+        """Return whether a step may change the weights, for two numbers or two scalar tensors."""
+        low, high = self.grad_norm
+        usual = (grad_norm >= low) & (grad_norm <= high)
+        unusual = (grad_norm < low) | (grad_norm > high)
+        within, otherwise = (
+            (loss >= low) & (loss <= high) for low, high in (self.loss, self.loss_otherwise)
+        )
+        return (usual & within) | (unusual & otherwise)
+
+
+@dataclass(frozen=True)
 class _Verdict:
     """What is unusual about the numbers of a step."""
 
@@ -169,16 +193,33 @@ class SpikeGuard:
             grad_norm: Norm of the gradient before clipping. None if the engine does not know it
                 before the update.
         """
+        limits = self.find_limits()
+        # A norm that is not known counts as usual.
+        usual = limits.grad_norm[1] if grad_norm is None else grad_norm
+        return bool(limits.accept(loss, usual))
+
+    def find_limits(self) -> StepLimits:
+        """Return what the numbers of the next step must be, so that it changes the weights."""
+        everything = -math.inf, math.inf
         if self._only_logs or len(self._dropped) >= self._config.spike_guard_max_skips:
-            return True
-        verdict = self._judge(loss, grad_norm)
-        if verdict.bad_data:
-            return False
-        # A single batch with a raised loss is usual, and does no harm. Several in a row are not.
-        if verdict.raised_loss and not verdict.high_norm:
-            return self._in_a_row == 0
+            return StepLimits(everything, everything, everything)
+        grad_norm = everything
+        if self._config.watches_gradient_norm:
+            grad_norm = _close(*self._norm.find_limits())
+        low, high = _close(*self._loss.find_limits())
+        level = self._loss.find_level()
+        raised = high
+        if level is not None:
+            raised = max(high, compute_high_loss(level))
         # If the last high norm came from other data, the weights are the cause.
-        return not verdict.high_norm or self._since_norm_spike < self._config.spike_guard_window
+        is_first_norm = self._since_norm_spike >= self._config.spike_guard_window
+        return StepLimits(
+            # A single batch with a raised loss is usual, and does no harm. Several in a row are
+            # not.
+            loss=(low, high if self._in_a_row else raised),
+            grad_norm=grad_norm,
+            loss_otherwise=(math.inf, -math.inf) if is_first_norm else (low, raised),
+        )
 
     def observe(self, result: StepResult, iteration: int) -> Spike | None:
         """Update the estimates with a step, and return the spike if it is one.
@@ -310,6 +351,11 @@ class SpikeGuard:
 
     def _is_within_reach(self, earlier: int, iteration: int) -> bool:
         return earlier > iteration - self._config.spike_guard_reach
+
+
+def _close(lower: float | None, upper: float | None) -> tuple[float, float]:
+    """Return limits as a range."""
+    return -math.inf if lower is None else lower, math.inf if upper is None else upper
 
 
 def _describe(name: str, value: float, lower: float | None, upper: float | None) -> str | None:

@@ -14,7 +14,7 @@ from megatron.base.errors import TrainingError
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.save import Saver
-from megatron.engine.base import StepResult
+from megatron.engine.base import AcceptOnDevice, StepResult
 from megatron.extras.training.guard.interventions import (
     GuardRecords,
     build_record,
@@ -115,6 +115,12 @@ class RunGuard(Guard):
     def record(self, state: TrainState) -> None:
         """See `Guard`."""
         state.spike_guard = self._guard.state()
+
+    def find_accept(self) -> AcceptOnDevice | None:
+        """See `Guard`."""
+        if self.accept is None:
+            return None
+        return self._guard.find_limits().accept
 
     def start_phase(self) -> None:
         """See `Guard`."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from megatron.base.errors import ConfigError
 from megatron.config.kernels import KernelsConfig
+from megatron.extras.training.kernels.adamw import KernelAdamW
 from megatron.extras.training.kernels.cross_entropy import CrossEntropyKernels
 from megatron.extras.training.kernels.dropout import drop
 from megatron.extras.training.kernels.gate import apply_gate
@@ -58,4 +59,6 @@ def build_operators(config: KernelsConfig, *, has_dropout: bool = False) -> Fuse
         operators = replace(operators, add_and_normalise=add_and_normalise)
     if config.cross_entropy_loss_fusion:
         operators = replace(operators, loss=CrossEntropyKernels())
+    if config.adamw_fusion:
+        operators = replace(operators, build_adamw=KernelAdamW)
     return operators

@@ -1,0 +1,133 @@
+"""An engine whose device decides whether a step is applied, so that the host can read it later.
+
+Invariant: the device compares the numbers that the host compares, in fp64 and in the same order. So
+both take the same decision, on all ranks. The host checks this when it reads the step.
+
+The host queues the microbatches of the next step before it reads the outcome of this one. They need
+one number that depends on it, the loss scale of fp16, which the device computes as well.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.data.batches import Microbatch
+from megatron.engine.base import StepResult, UpdateSettings, Vote
+from megatron.engine.native import NativeEngine
+from megatron.engine.optimizer import AdamW
+
+
+class LateEngine(NativeEngine):
+    """A `NativeEngine` with `queue_batch`."""
+
+    def _build(self) -> None:
+        super()._build()
+        # Muon, AdEMAMix and apex cannot leave a step out on the device. The bias of routers is
+        # updated by the host. The norm of the weights is that of the last step, and a run by time
+        # may end after each step.
+        self.reads_late = (
+            isinstance(self._optimizer, AdamW)
+            and not self._optimizer.is_apex
+            and not self._plan.shape.expert_layers
+            and not self._plan.config.logging.log_params_norm
+            and self._plan.train_seconds is None
+        )
+        self._next_scale: Tensor | None = None
+        """Loss scale after a step that was not read yet, in fp64. None: the host knows it."""
+
+    def queue_batch(
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        iteration: int,
+        plan_update: Callable[[], UpdateSettings | None],
+        vote: Vote,
+    ) -> Callable[[], StepResult] | None:
+        """Queue the work of a step. See `Engine.queue_batch`."""
+        for stage in self.stages:
+            stage.train()
+        self._prepare_step(iteration, len(microbatches))
+        factor: float | Tensor = self._get_scale() / len(microbatches)
+        if self._next_scale is not None:
+            factor = (self._next_scale / len(microbatches)).float()
+        with self._timers("forward-backward"):
+            loss = self._run_microbatches(microbatches, iteration, factor)
+        settings = plan_update()
+        self._next_scale = None
+        read = None
+        with self._timers("optimizer"):
+            if settings is not None:
+                read = self._queue_update(loss, settings, vote)
+            for stage in self.stages:
+                stage.zero_grad(set_to_none=True)
+        return read
+
+    def _queue_update(
+        self, loss: Tensor, settings: UpdateSettings, vote: Vote
+    ) -> Callable[[], StepResult]:
+        """Queue the update. Return a function that reads the step."""
+        self._collect_gradients()
+        terms = self._reduce_step(loss, vote)
+        counts = self._counted_tokens is not None
+        scale = self._get_scale()
+        mean = terms[0]
+        norm = terms[1].sqrt() / scale
+        finite = mean.isfinite() & norm.isfinite()
+        applied = finite
+        if counts:
+            applied = applied & (terms[-1] != 0)
+        accept = settings.accept
+        if accept is not None:
+            applied = applied & accept(mean, norm)
+        factor = torch.ones_like(norm)
+        if self._clip > 0:
+            factor = torch.where(norm > self._clip, self._clip / (norm + 1e-6), factor)
+        # A save may still copy what the update changes, also if the device drops the step.
+        self._before_update()
+        assert isinstance(self._optimizer, AdamW), "`reads_late` says so"
+        decision = torch.stack((applied.double(), factor / scale))
+        self._optimizer.step_if(decision, settings.lr, settings.decoupled_lr)
+        self._refresh_model(copies=not self._optimizer.writes_copies)
+        for master in self._masters:
+            master.weight.grad = None
+        if self._loss_scale is not None:
+            after_applied, after_dropped = self._loss_scale.predict()
+            # A step that was rejected or empty leaves the scale as it is.
+            self._next_scale = torch.full_like(norm, scale)
+            self._next_scale.masked_fill_(applied, after_applied)
+            self._next_scale.masked_fill_(~finite, after_dropped)
+        read = _start_copy(torch.cat((terms, decision[:1])))
+
+        def finish() -> StepResult:
+            *values, decided = read()
+            result = self._judge_step(values, scale, accept, votes=True, counts=counts)
+            assert result.applied == bool(decided), "host and device take the same decision"
+            if not result.applied:
+                self._set_step_count(self._get_step_count() - 1)
+            return result
+
+        return finish
+
+
+def make_late(engine: type[NativeEngine]) -> Any:
+    """Return a subclass of an engine with `queue_batch`."""
+    return type(f"Late{engine.__name__}", (LateEngine, engine), {})
+
+
+def _start_copy(values: Tensor) -> Callable[[], list[float]]:
+    """Start to copy numbers to the host. Return a function that waits for them."""
+    if values.device.type != "cuda":
+        return values.tolist
+    copied = torch.empty_like(values, device="cpu", pin_memory=True)
+    copied.copy_(values, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+
+    def read() -> list[float]:
+        event.synchronize()
+        numbers: list[float] = copied.tolist()
+        return numbers
+
+    return read
