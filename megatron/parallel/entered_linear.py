@@ -30,6 +30,7 @@ from megatron.parallel.collectives import (
     begin_reduce_scatter,
 )
 from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.operators import make_operator
 from megatron.parallel.padding import (
     multiply_padded,
     needs_padding,
@@ -334,23 +335,11 @@ def run_backward(
     return [grad for grad in every if grad is not None]
 
 
-_entered_linears = torch.library.custom_op(
-    "megatron::padded_linears",
-    run_forward,
-    mutates_args=(),
-    schema="(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] numbers, Tensor[] formats, "
-    "int kept, bool keeps_input, str region) -> Tensor[]",
-)
-_entered_linears_backward = torch.library.custom_op(
-    "megatron::padded_linears_backward",
-    run_backward,
-    mutates_args=(),
-    schema="(Tensor[] grads, Tensor x, Tensor[] weights, bool biased, Tensor[] numbers, "
-    "Tensor[] formats, Tensor[] kept, str region) -> Tensor[]",
-)
+_entered_linears = make_operator("padded_linears")(run_forward)
+_entered_linears_backward = make_operator("padded_linears_backward")(run_backward)
 
 
-@_entered_linears.register_fake
+@torch.library.register_fake("megatron::padded_linears")
 def _shape_forward(
     x: Tensor,
     weights: list[Tensor],
@@ -374,7 +363,7 @@ def _shape_forward(
     return outs
 
 
-@_entered_linears_backward.register_fake
+@torch.library.register_fake("megatron::padded_linears_backward")
 def _shape_backward(
     grads: list[Tensor],
     x: Tensor,
@@ -416,5 +405,5 @@ def _call_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     return grad_x, grad_weights, grad_biases, *without
 
 
-_entered_linears.register_autograd(_call_backward, setup_context=_save)
+torch.library.register_autograd("megatron::padded_linears", _call_backward, setup_context=_save)
 _regions[_name_region(ALONE)] = ALONE

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import GLU
+from megatron.parallel.operators import make_operator
 
 
-@torch.library.custom_op("megatron::apply_gate", mutates_args=())
+@make_operator("apply_gate")
 def _apply(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     from megatron.extras.training.kernels.gate_kernel import launch_forward
 
@@ -21,7 +22,7 @@ def _apply(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return out
 
 
-@torch.library.custom_op("megatron::apply_gate_backward", mutates_args=())
+@make_operator("apply_gate_backward")
 def _differentiate(
     grad: Tensor, gate: Tensor, up: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]:
@@ -35,12 +36,12 @@ def _differentiate(
     return grad_gate, grad_up
 
 
-@_apply.register_fake
+@torch.library.register_fake("megatron::apply_gate")
 def _(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return torch.empty_like(gate, memory_format=torch.contiguous_format)
 
 
-@_differentiate.register_fake
+@torch.library.register_fake("megatron::apply_gate_backward")
 def _(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     one, other = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
     return one, other
@@ -56,7 +57,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     return (*_differentiate(grad, gate, up, ctx.activation), None)
 
 
-_apply.register_autograd(_backward, setup_context=_save)
+torch.library.register_autograd("megatron::apply_gate", _backward, setup_context=_save)
 
 
 def apply_gate(gate: Tensor, up: Tensor, activation: GLU) -> Tensor:
