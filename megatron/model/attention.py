@@ -237,8 +237,9 @@ class SelfAttention(nn.Module):
         if self.query_factor != 1.0:
             query = query * self.query_factor
         # From [s, b, g/t, 1 or n/g, d].
-        query, key, value = (part.flatten(2, 3).permute(1, 2, 0, 3) for part in (query, key, value))
-        return query, key, value
+        query = query.flatten(2, 3).permute(1, 2, 0, 3)
+        key = key.flatten(2, 3).permute(1, 2, 0, 3)
+        return query, key, value.flatten(2, 3).permute(1, 2, 0, 3)
 
     def _divide(self, qkv: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
         """Divide the projection into normalised and rotated queries and keys, and values.

@@ -181,7 +181,7 @@ class Block(nn.Module):
         attended = self.attention(read, positions, dropout_key)
         if self.attention_output_norm is not None:
             attended = self.attention_output_norm(attended)
-        return x, self._scale_branch(attended)
+        return x, attended if self.residual_factor == 1.0 else attended * self.residual_factor
 
     def _feed_forward(
         self, x: Tensor, attended: Tensor, dropout_key: DropoutKey, routing: Routing
@@ -193,20 +193,13 @@ class Block(nn.Module):
             after, read = x + attended, _normalise_input(*norms, x)
         else:
             after, read = self._add_and_normalise(x, attended, *norms)
-        if isinstance(self.mlp, MixtureMLP):
-            out = self.mlp(read, routing)
-        else:
-            out = self.mlp(read)
+        mlp = self.mlp
+        out = mlp(read, routing) if isinstance(mlp, MixtureMLP) else mlp(read)
         if self.mlp_output_norm is not None:
             out = self.mlp_output_norm(out)
-        out = self._scale_branch(out)
+        if self.residual_factor != 1.0:
+            out = out * self.residual_factor
         return after + self.mlp_dropout(out, dropout_key)
-
-    def _scale_branch(self, out: Tensor) -> Tensor:
-        """Return what attention or MLP adds to the residual stream, from its output."""
-        if self.residual_factor == 1.0:
-            return out
-        return out * self.residual_factor
 
     def _add_and_normalise(
         self, x: Tensor, branch: Tensor | None, before: Norm | None, after: Norm | None
