@@ -16,8 +16,8 @@ a flag. Launches of the fake GPU are its operators: a kernel of Triton is one, a
 of torch on a list of tensors.
 """
 
-import cProfile
 import contextlib
+import cProfile
 import io
 import platform
 import pstats

@@ -72,6 +72,7 @@ class NativeEngine(EngineBase):
             self._mesh,
             num_stages=len(plan.stages),
             execution=self._execution,
+            vectors=[m.model_parameter for m in self._list_copied() if m.weight.dim() == 1],
         )
 
     def _make_masters(self, stage: RankStage) -> list[MasterParameter]:

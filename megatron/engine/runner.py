@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.engine.parallelize import RankStage
+from megatron.engine.vector_sums import VectorSums
 from megatron.model.execution import Execution
 from megatron.model.inputs import Inputs
 from megatron.parallel.mesh import Mesh
@@ -41,9 +42,10 @@ class Runner(Protocol):
 class SingleStageRunner:
     """A runner without a pipeline. The only stage is the complete model."""
 
-    def __init__(self, stage: RankStage) -> None:
-        """Create a runner of the only stage."""
+    def __init__(self, stage: RankStage, vectors: Sequence[nn.Parameter] = ()) -> None:
+        """Create a runner of the only stage. `vectors`: see `build_runner`."""
         self._stage = stage
+        self._vectors = VectorSums(vectors) if vectors else None
 
     def run(self, inputs: Sequence[Inputs], factor: float, *, train: bool) -> Tensor:
         """Run the microbatches one after the other. See `Runner.run`."""
@@ -55,12 +57,21 @@ class SingleStageRunner:
             loss = self._stage.model(None, microbatch)
             if train:
                 (loss * factor).backward()
+                if self._vectors is not None:
+                    self._vectors.add(first=number == 0)
             total += loss.detach() / len(inputs)
+        if train and self._vectors is not None:
+            self._vectors.assign()
         return total
 
 
 def build_runner(
-    stages: Sequence[RankStage], mesh: Mesh, *, num_stages: int, execution: Execution
+    stages: Sequence[RankStage],
+    mesh: Mesh,
+    *,
+    num_stages: int,
+    execution: Execution,
+    vectors: Sequence[nn.Parameter],
 ) -> Runner:
     """Return the runner of this rank's stages.
 
@@ -69,9 +80,11 @@ def build_runner(
         mesh: This rank's mesh.
         num_stages: The number of stages on all ranks together.
         execution: How the blocks are computed.
+        vectors: Parameters whose gradients are added up in fp32 together. A schedule of several
+            stages leaves them to autograd.
     """
     if mesh.grid.pipeline == 1:
-        return SingleStageRunner(stages[0])
+        return SingleStageRunner(stages[0], vectors)
     # torch's pipeline schedules import torch's compiler, which takes seconds on every rank. A run
     # without a pipeline needs neither of them.
     from megatron.engine.pipeline_runner import PipelineRunner

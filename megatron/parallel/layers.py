@@ -214,7 +214,7 @@ class ColumnParallelLinear(nn.Module):
             x,
             [(self.weight, self.bias)],
             self.tp,
-            numbers=() if self.number is None else (self.number,),
+            numbers=[] if self.number is None else [self.number],
             products=self.products,
         )
         return out
@@ -361,7 +361,7 @@ class RowParallelLinear(nn.Module):
             x,
             [(weight, bias)],
             ALONE,
-            numbers=() if self.number is None else (self.number,),
+            numbers=[] if self.number is None else [self.number],
             products=self.products,
         )
         rows = weight.shape[0]

@@ -118,11 +118,19 @@ def test_a_step_is_divided_among_its_parts(on_fake_gpu: Call):
     tokens = microbatches * 32 * 2
     parts = on_fake_gpu(count_parts, microbatches)
     of_layers = layers * (4 * h * h + 3 * h * f)
-    parameters = 2 * v * h + of_layers + (2 * layers + 1) * h
+    vectors = (2 * layers + 1) * h
+    matrices = 2 * v * h + of_layers
+    parameters = matrices + vectors
     # A gradient is cast from bf16 to fp32. After the first microbatch, it is added to the sum.
     assert parts["sums of gradients"] == (
-        parameters * (2 * microbatches + 8 * (microbatches - 1)),
-        parameters * (4 * microbatches + 4 * (microbatches - 1)),
+        matrices * (2 * microbatches + 8 * (microbatches - 1)),
+        matrices * (4 * microbatches + 4 * (microbatches - 1)),
+        0,
+    )
+    # Those of vectors are joined in bf16, and cast by the copy or addition to the sum.
+    assert parts["sums of vectors' gradients"] == (
+        vectors * (2 * microbatches + 2 * microbatches + 4 * (microbatches - 1)),
+        vectors * (2 * microbatches + 4 * microbatches),
         0,
     )
     # SiLU and a product forward. Two products and the gradient of SiLU backward.
