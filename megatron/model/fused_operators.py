@@ -4,6 +4,7 @@ The model needs none of them. Without a kernel, it computes the same with PyTorc
 are the reference for each kernel, and the only path on a CPU.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +31,21 @@ class RotateProjection(Protocol):
             qkv: [s, b, g, n + 2, d]. Each group has n queries, a key and a value.
             cos: See `Positions`.
             sin: See `Positions`.
+        """
+
+
+class NormaliseProjection(Protocol):
+    """Divides the projection as `RotateProjection`, with a norm of each head before the rotation.
+
+    It stands for `RMSNorm` and `megatron.model.positions.rotate`.
+    """
+
+    def __call__(
+        self, qkv: Tensor, query_norm: RMSNorm, key_norm: RMSNorm, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [s, b, g, n, d], and keys and values [s, b, g, 1, d].
+
+        The norms have weights [d] in the dtype of `qkv`. See `RotateProjection`.
         """
 
 
@@ -105,6 +121,9 @@ class FusedOperators:
 
     rotate: Rotate | None = None
     rotate_projection: RotateProjection | None = None
+    normalise_projection: NormaliseProjection | None = None
     apply_gate: ApplyGate | None = None
+    square_relu: Callable[[Tensor], Tensor] | None = None
+    """Computes max(x, 0)^2 of each element."""
     add_and_normalise: AddAndNormalise | None = None
     loss: LossKernels | None = None

@@ -6,7 +6,8 @@ from dataclasses import replace
 from megatron.base.errors import ConfigError
 from megatron.config.kernels import KernelsConfig
 from megatron.extras.training.kernels.cross_entropy import CrossEntropyKernels
-from megatron.extras.training.kernels.gate import apply_gate
+from megatron.extras.training.kernels.gate import apply_gate, square_relu
+from megatron.extras.training.kernels.head_norm import normalise_projection
 from megatron.extras.training.kernels.kind import find_kernel_obstacle
 from megatron.extras.training.kernels.residual_norm import add_and_normalise
 from megatron.extras.training.kernels.rotary import rotate, rotate_projection
@@ -41,9 +42,14 @@ def build_operators(config: KernelsConfig) -> FusedOperators:
     """
     operators = FusedOperators()
     if config.rope_fusion:
-        operators = replace(operators, rotate=rotate, rotate_projection=rotate_projection)
+        operators = replace(
+            operators,
+            rotate=rotate,
+            rotate_projection=rotate_projection,
+            normalise_projection=normalise_projection,
+        )
     if config.bias_swiglu_fusion:
-        operators = replace(operators, apply_gate=apply_gate)
+        operators = replace(operators, apply_gate=apply_gate, square_relu=square_relu)
     if config.residual_norm_fusion:
         operators = replace(operators, add_and_normalise=add_and_normalise)
     if config.cross_entropy_loss_fusion:
