@@ -43,9 +43,9 @@ class KernelsConfig:
     on needs pip install 'megatron-3d[kernels]'. On a CPU, PyTorch's operators compute the same."""
     bias_swiglu_fusion: bool | None = None
     """Compute the product inside a gated MLP in one Triton kernel in each direction, for each value
-    of --glu-activation except clamped_swiglu, or the square of --activation squared_relu. auto: on GPUs if Triton is installed, but not with --use-torch-compile,
-    which fuses it itself. on needs pip install 'megatron-3d[kernels]'. On a CPU, PyTorch's
-    operators compute the same."""
+    of --glu-activation except clamped_swiglu, or the square of --activation squared_relu. auto: on
+    GPUs if Triton is installed, but not with --use-torch-compile, which fuses it itself. on needs
+    pip install 'megatron-3d[kernels]'. On a CPU, PyTorch's operators compute the same."""
     residual_norm_fusion: bool | None = None
     """Compute the norms before attention and before the MLP in Triton kernels that also add to the
     residual stream, or to its gradient. Not with --norm-placement output, with
