@@ -34,7 +34,7 @@ from megatron.model.fused_operators import FusedOperators
 from megatron.model.inputs import Documents
 from megatron.model.key_value_cache import attend_with_new_token
 from megatron.model.loss import split_rows
-from megatron.model.norm import RMSNorm, build_query_key_norm
+from megatron.model.norm import build_query_key_norm
 from megatron.model.packed_attention import attend_packed
 from megatron.model.positions import Positions, rotate
 from megatron.model.shape import LayerDescription, ModelShape
@@ -256,12 +256,11 @@ class SelfAttention(nn.Module):
         if self.rotary:
             assert positions.cos is not None, "a rotary layer needs tables"
             assert positions.sin is not None, "a rotary layer needs tables"
-            if self.operators.rotate_projection is not None and self.q_norm is None:
-                return self.operators.rotate_projection(qkv, positions.cos, positions.sin)
-            fused = self._normalise_projection(qkv, positions.cos, positions.sin)
-            if fused is not None:
-                return fused
-            turn = partial(self.operators.rotate or rotate, cos=positions.cos, sin=positions.sin)
+            if self.operators.rotate_projection is not None:
+                return self.operators.rotate_projection(
+                    qkv, positions.cos, positions.sin, self.q_norm, self.k_norm
+                )
+            turn = partial(rotate, cos=positions.cos, sin=positions.sin)
         if turn is not None and self.q_norm is None:
             # Queries and keys are adjacent, so one call rotates both.
             query_key, value = qkv.split((queries + 1, 1), dim=3)
@@ -277,18 +276,6 @@ class SelfAttention(nn.Module):
             query = turn(query)
             key = turn(key)
         return query, key, value
-
-    def _normalise_projection(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return what `_divide` returns, or None if no kernel computes it."""
-        kernel = self.operators.normalise_projection
-        norms = self.q_norm, self.k_norm
-        if kernel is None or torch.compiler.is_compiling():
-            return None
-        if not (isinstance(norms[0], RMSNorm) and isinstance(norms[1], RMSNorm)):
-            return None
-        return kernel(qkv, norms[0], norms[1], cos, sin)
 
     def _select_bias(self, positions: Positions) -> Tensor | None:
         """Return the bias of this layer's logits, [1, 1 or n/t, s, s], or None.

@@ -10,8 +10,9 @@ concatenates the gradients (docs/kernels.md).
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron.extras.training.kernels.rotary import rotate, rotate_projection
 from megatron.model.norm import RMSNorm
 from megatron.parallel.operators import make_operator
 
@@ -111,8 +112,29 @@ class _NormaliseProjection(torch.autograd.Function):
 def normalise_projection(
     qkv: Tensor, query_norm: RMSNorm, key_norm: RMSNorm, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values. See `NormaliseProjection`."""
+    """Return normalised and rotated queries and keys, and values. See `RotateProjection`."""
     query, key, value = _NormaliseProjection.apply(
         qkv, query_norm.weight, key_norm.weight, cos, sin, query_norm.eps
     )
     return query, key, value
+
+
+def divide_projection(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    query_norm: nn.Module | None = None,
+    key_norm: nn.Module | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values. See `RotateProjection`.
+
+    LayerNorm and norms over all heads are computed by PyTorch's operators, and norms that
+    torch.compile traces.
+    """
+    if query_norm is None or key_norm is None:
+        return rotate_projection(qkv, cos, sin)
+    traced = torch.compiler.is_compiling()
+    if isinstance(query_norm, RMSNorm) and isinstance(key_norm, RMSNorm) and not traced:
+        return normalise_projection(qkv, query_norm, key_norm, cos, sin)
+    query, key, value = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
+    return rotate(query_norm(query), cos, sin), rotate(key_norm(key), cos, sin), value

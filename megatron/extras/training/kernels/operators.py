@@ -7,10 +7,9 @@ from megatron.base.errors import ConfigError
 from megatron.config.kernels import KernelsConfig
 from megatron.extras.training.kernels.cross_entropy import CrossEntropyKernels
 from megatron.extras.training.kernels.gate import apply_gate, square_relu
-from megatron.extras.training.kernels.head_norm import normalise_projection
+from megatron.extras.training.kernels.head_norm import divide_projection
 from megatron.extras.training.kernels.kind import find_kernel_obstacle
 from megatron.extras.training.kernels.residual_norm import add_and_normalise
-from megatron.extras.training.kernels.rotary import rotate, rotate_projection
 from megatron.model.fused_operators import FusedOperators
 
 
@@ -42,12 +41,7 @@ def build_operators(config: KernelsConfig) -> FusedOperators:
     """
     operators = FusedOperators()
     if config.rope_fusion:
-        operators = replace(
-            operators,
-            rotate=rotate,
-            rotate_projection=rotate_projection,
-            normalise_projection=normalise_projection,
-        )
+        operators = replace(operators, rotate_projection=divide_projection)
     if config.bias_swiglu_fusion:
         operators = replace(operators, apply_gate=apply_gate, square_relu=square_relu)
     if config.residual_norm_fusion:

@@ -78,7 +78,7 @@ torch.library.register_autograd("megatron::rotate_heads", _backward, setup_conte
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the rotary embedding to [s, b, g, n, d]. See `Rotate`."""
+    """Apply the rotary embedding to [s, b, g, n, d], as `megatron.model.positions.rotate`."""
     (rotated,) = _rotate(x, cos, sin, [x.shape[3]])
     return rotated
 
