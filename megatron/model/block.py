@@ -102,13 +102,18 @@ class Block(nn.Module):
         self.recomputation: Recomputation | None = None
         self._first_half: Half = Block._attend
         self._second_half: Half = Block._feed_forward
+        self._both_halves: Half | None = None
+        """One graph of both halves, for layers in which nothing is seeded between them."""
 
     def enable_recomputation(self, recomputation: Recomputation) -> None:
         """Compute this block again in the backward pass."""
         self.recomputation = recomputation
 
     def compile_halves(self, *, dynamic: bool) -> None:
-        """Compile both halves of the layer, for any sequence length if `dynamic` is set."""
+        """Compile both halves of the layer, for any sequence length if `dynamic` is set.
+
+        They are one graph if nothing is seeded between them.
+        """
         # The functions are compiled, not the module. So FSDP2's hooks and the recomputation stay
         # outside of the graphs, and all blocks share the graphs. `fullgraph` makes a graph break an
         # error. Otherwise it would only make the run slow.
@@ -116,6 +121,9 @@ class Block(nn.Module):
         # The messages between the ranks of experts have sizes that differ in every batch.
         if isinstance(self.mlp, MLP):
             self._second_half = torch.compile(Block._feed_forward, fullgraph=True, dynamic=dynamic)
+            # A call of a graph costs the host as much as ten operators.
+            if not (self.attention.dropout.p or self.attention_dropout.p or self.mlp_dropout.p):
+                self._both_halves = torch.compile(Block._run_both, fullgraph=True, dynamic=dynamic)
 
     def forward(
         self,
@@ -158,10 +166,12 @@ class Block(nn.Module):
         Within one half, the dropouts either all differ between tensor-parallel ranks or are all
         equal. One seed before each half is therefore enough for a compiled graph.
         """
+        shared = positions.context.size > 1
+        if self._both_halves is not None and positions.documents is None and not shared:
+            return self._both_halves(self, x, positions, dropout_key)
         self.attention.dropout.seed(dropout_key)
         # The documents differ in every batch. Each batch would compile a new graph. The messages
         # between context-parallel ranks are no part of a graph.
-        shared = positions.context.size > 1
         if positions.documents is None and not shared:
             attend = self._first_half
         else:
@@ -172,6 +182,10 @@ class Block(nn.Module):
             return Block._feed_forward(self, x, attended, dropout_key, routing)
         self.attention_dropout.seed(dropout_key)
         return self._second_half(self, x, attended, dropout_key, routing)
+
+    def _run_both(self, x: Tensor, positions: Positions, dropout_key: DropoutKey) -> Tensor:
+        x, attended = self._attend(x, positions, dropout_key)
+        return self._feed_forward(x, attended, dropout_key, Routing())
 
     def _attend(
         self, x: Tensor, positions: Positions, dropout_key: DropoutKey

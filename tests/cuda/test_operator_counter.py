@@ -21,7 +21,8 @@ LLAMA = (
 
 def count_calls() -> dict[str, Numbers]:
     """Run operators on the fake GPU, and return what the counter makes of each."""
-    import torch
+    import pytest
+import torch
 
     sys.path.insert(0, BENCHMARKS)
     from operator_counter import OperatorCounter
@@ -153,3 +154,23 @@ def test_a_step_is_divided_among_its_parts(on_fake_gpu: Call):
     assert parts["rotary positions"][1] > 0
     assert parts["optimizer"][0] > 16 * parameters
     assert parts["other"][0] < 100
+
+
+def count_launches(shape: str) -> dict[str, tuple[int, int]]:
+    """Return the launches and the bytes of each part of a microbatch."""
+    sys.path.insert(0, BENCHMARKS)
+    import step_counts
+
+    further, _ = step_counts.count_launches(shape, step_counts._KERNELS)
+    return {part: (work.calls, work.reads + work.writes) for part, work in further.items()}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("shape", "launches", "gb"), [("gpt2", 400, 48), ("nanochat", 350, 47)])
+def test_a_microbatch_has_few_launches(
+    shape: str, launches: int, gb: float, on_fake_gpu: Call
+) -> None:
+    parts = on_fake_gpu(count_launches, shape)
+    assert sum(calls for calls, _ in parts.values()) <= launches
+    assert sum(moved for _, moved in parts.values()) <= gb * 1e9
+    assert parts["sums of vectors' gradients"][0] <= 4
