@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from cuda.conftest import Call
 from cuda.fake_ranks import PLAIN
 
@@ -21,8 +22,7 @@ LLAMA = (
 
 def count_calls() -> dict[str, Numbers]:
     """Run operators on the fake GPU, and return what the counter makes of each."""
-    import pytest
-import torch
+    import torch
 
     sys.path.insert(0, BENCHMARKS)
     from operator_counter import OperatorCounter
