@@ -13,11 +13,14 @@ tools/plan.py for the same flags and this device.
 """
 
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +29,14 @@ import torch
 import tyro
 from kernel_shares import read_kernels, report_kernels
 from results import add_row
-from worlds import Case, LaunchedWorld, Rank, WorldFailedError, write_random_tokens
+from worlds import (
+    Case,
+    LaunchedWorld,
+    Rank,
+    WorldFailedError,
+    choose_capture,
+    write_random_tokens,
+)
 
 from megatron.base.errors import ConfigError
 from megatron.extras.interop.translators.translator import load_config
@@ -38,12 +48,23 @@ from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
 
 Variant = Literal[
-    "defaults", "compiled", "tensorwise", "rowwise", "deterministic", "plain", "recompute"
+    "defaults",
+    "captured",
+    "compiled",
+    "tensorwise",
+    "tensorwise-captured",
+    "rowwise",
+    "deterministic",
+    "plain",
+    "recompute",
 ]
 _COMPILED = "--use-torch-compile --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95"
+_CAPTURE = " ".join(choose_capture("on"))
 FLAGS: dict[Variant, str] = {
     "defaults": "",
+    "captured": _CAPTURE,
     "compiled": _COMPILED,
+    "tensorwise-captured": f"{_COMPILED} --fp8-format hybrid --fp8-recipe tensorwise {_CAPTURE}",
     "tensorwise": f"{_COMPILED} --fp8-format hybrid --fp8-recipe tensorwise",
     "rowwise": f"{_COMPILED} --fp8-format e4m3 --fp8-recipe rowwise",
     "deterministic": "--deterministic-mode",
@@ -64,6 +85,13 @@ _RANDOM_TOKENS = 2_000_000
 _LARGE_BYTES = 100 << 30
 """A device with more memory trains 7 billion parameters, and another one 3 billion."""
 _TRACED_MICROBATCHES = 2
+_STEPS_BEFORE_CUBE = 10
+_CUBE = 8192
+_CUBE_SECONDS = 5.0
+_PRODUCTS = 20
+"""Products between two looks at the clock."""
+_QUERY = "clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active"
+"""What nvidia-smi reports with --watch."""
 _TRACED_ROWS = 15
 """Kernels of a trace that are printed."""
 
@@ -92,6 +120,10 @@ class Arguments:
     """Time after which no further variant starts."""
     trace: bool = True
     """Trace a step of each variant."""
+    watch: bool = False
+    """Read the GPU's clocks, power and throttle reasons every 100 ms during the timed steps."""
+    cube: bool = False
+    """After the timed steps, run ten steps and then a product of 8,192 cubed for 5 s."""
     quick: bool = False
     """A tiny model, which checks that the script runs."""
 
@@ -115,12 +147,69 @@ class DeviceRank(Rank):
             "device": device,
         }
 
+    def multiply(self, size: int, seconds: float) -> list[float]:
+        """Run ten steps and then products of bf16 matrices, and return the TFLOPS of each second.
+
+        The GPU is as warm as in a run. What the products reach is what the chip sustains.
+        """
+        for _ in range(_STEPS_BEFORE_CUBE):
+            self.steps(1, _TRACED_MICROBATCHES)
+        device = "cuda" if self._cuda else "cpu"
+        a, b = (torch.randn((size, size), device=device, dtype=torch.bfloat16) for _ in range(2))
+        rates = []
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            start = time.perf_counter()
+            count = 0
+            while time.perf_counter() - start < min(1.0, seconds):
+                for _ in range(_PRODUCTS):
+                    torch.mm(a, b)
+                if self._cuda:
+                    torch.cuda.synchronize()
+                count += _PRODUCTS
+            rates.append(2 * size**3 * count / (time.perf_counter() - start) / 1e12)
+        return rates
+
     def trace(self, path: str) -> None:
         """Write the trace of a step to PATH.json.gz."""
         cuda, cpu = torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU
         with torch.profiler.profile(activities=[cuda if self._cuda else cpu]) as profiler:
             self.steps(1, _TRACED_MICROBATCHES)
         profiler.export_chrome_trace(path)
+
+
+@contextmanager
+def watch_gpu(*, wanted: bool) -> Iterator[list[str]]:
+    """Yield a list that has the lines of nvidia-smi, one for every 100 ms, after the block."""
+    lines: list[str] = []
+    if not wanted or shutil.which("nvidia-smi") is None:
+        yield lines
+        return
+    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits", "-lms"]
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen([*command, "100"], stdout=output, stderr=subprocess.DEVNULL)
+        try:
+            yield lines
+        finally:
+            process.terminate()
+            process.wait()
+            output.seek(0)
+            lines += [line.strip() for line in output if line.strip()]
+
+
+def report_clocks(row: dict[str, Any], lines: list[str]) -> None:
+    """Record the samples of `watch_gpu`, and print their range."""
+    names = _QUERY.split(",")
+    samples = [line.split(", ") for line in lines]
+    # The last line may be incomplete.
+    samples = [sample for sample in samples if len(sample) == len(names)]
+    if not samples:
+        return
+    columns = dict(zip(names, zip(*samples, strict=True), strict=True))
+    described = {key: row.get(key) for key in ("model", "variant", "microbatches")}
+    add_row("clocks", **described, samples=len(samples), **columns)
+    for name, values in columns.items():
+        print(f"{name}: {min(values)} to {max(values)}, {len({*values})} values", flush=True)
 
 
 def choose_preset() -> str:
@@ -198,7 +287,9 @@ def run_variant(
     for microbatches in arguments.microbatches:
         row["microbatches"] = microbatches
         try:
-            (measured,) = world.ask("measure", arguments.steps, microbatches)
+            with watch_gpu(wanted=arguments.watch) as lines:
+                (measured,) = world.ask("measure", arguments.steps, microbatches)
+            report_clocks(row, lines)
         except WorldFailedError as failure:
             report_failure(row, failure)
             # The processes of a world that failed have ended.
@@ -206,9 +297,24 @@ def run_variant(
         command = build_flags(arguments, variant, microbatches)
         plan = resolve(load_config([*command.split(), "--data-path", str(data)]).config, 1)
         report(row, measured, plan, kinds)
+    if arguments.cube and not multiply(arguments, world, row):
+        return False
     traced = not arguments.trace or trace_step(world, row, Path(folder) / f"{variant}.json.gz")
     world.close()
     return traced
+
+
+def multiply(arguments: Arguments, world: LaunchedWorld, row: dict[str, Any]) -> bool:
+    """Measure a product directly after steps, print and record it, and return success."""
+    size = 256 if arguments.quick else _CUBE
+    try:
+        (rates,) = world.ask("multiply", size, 0.2 if arguments.quick else _CUBE_SECONDS)
+    except WorldFailedError as failure:
+        report_failure(row, failure)
+        return False
+    add_row("cube", variant=row["variant"], size=size, tflops=statistics.median(rates), each=rates)
+    print(f"{size} cube after steps: {statistics.median(rates):.0f} TFLOPS", flush=True)
+    return True
 
 
 def trace_step(world: LaunchedWorld, row: dict[str, Any], path: Path) -> bool:
@@ -233,6 +339,7 @@ def report(
     result = {
         **row,
         "seconds": seconds,
+        "each_seconds": measured["seconds"],
         "tokens_per_second": tokens / seconds,
         "tflops": tflops,
         "mfu": None,
@@ -246,6 +353,7 @@ def report(
         result["allocated_gib"] = measured["allocated"] / 2**30
         result["reserved_gib"] = measured["reserved"] / 2**30
     add_row("large model", **result)
+    del result["each_seconds"]
     text = ", ".join(
         f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
         for key, value in result.items()
@@ -277,6 +385,9 @@ def main() -> int:
         data = Path(folder) / "random"
         write_random_tokens(data, 512 if arguments.quick else 32000, _RANDOM_TOKENS)
         for variant in arguments.variant:
+            if variant.endswith("captured") and not _CAPTURE:
+                print(f"SKIPPED: {variant}: the trainer has no --cuda-graph", flush=True)
+                continue
             if time.perf_counter() - start > arguments.seconds:
                 print(
                     f"SKIPPED: {variant}: the {arguments.seconds:g} s of --seconds have passed",

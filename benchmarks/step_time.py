@@ -8,6 +8,7 @@ All contestants train the same tokens with AdamW (fused) and gradient clipping a
 loss every step. Small sizes train real text, and the others random ids.
 
     trainer          the loop of pretrain_gpt.py: data source, engine, counters, report
+    trainer-captured the same with a CUDA graph of a microbatch (--cuda-graph on)
     trainer-plain    the same without the kernels that a GPU uses without a flag
     bare             the fewest lines that train our own model
     hf               the fewest lines that train Hugging Face's model of the same shape
@@ -16,7 +17,8 @@ loss every step. Small sizes train real text, and the others random ids.
 
 The last three compute in bf16 by autocast. A name with "-compiled" is the same loop with
 torch.compile. The trainer compiles with its own flag, --use-torch-compile. The compiled contestants
-need a C++ compiler on a CPU.
+need a C++ compiler on a CPU. A trainer that is not called captured has --cuda-graph off. If the
+trainer has no such flag, captured contestants are left out.
 
 Each contestant has a process of its own, as in real use. In a common process they would share the
 memory that the allocator keeps, and the steps of one would make those of another slower. The
@@ -29,12 +31,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import tyro
@@ -46,6 +49,7 @@ from worlds import (
     Case,
     LaunchedWorld,
     WorldFailedError,
+    choose_capture,
     one_iteration,
     write_random_tokens,
 )
@@ -53,6 +57,7 @@ from worlds import (
 from megatron.commands.parts import choose_parts
 from megatron.config.config_with_origin import LoadedConfig
 from megatron.data.source import TrainSource
+from megatron.engine.runner import SingleStageRunner
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.commands.plan_estimates import estimate_memory
 from megatron.extras.planner.cost.hardware import load_hardware
@@ -105,15 +110,20 @@ Contestant = Literal[
     "hf",
     "plain",
     "nanochat",
+    "trainer-captured",
+    "trainer-captured-compiled",
     "trainer-compiled",
     "hf-compiled",
     "plain-compiled",
     "nanochat-compiled",
 ]
 COMPILED = "-compiled"
+CAPTURED = "-captured"
 TRAINER_FLAGS = {
-    "trainer": [],
-    "trainer-compiled": ["--use-torch-compile"],
+    "trainer": choose_capture("off"),
+    "trainer-compiled": [*choose_capture("off"), "--use-torch-compile"],
+    "trainer-captured": choose_capture("on"),
+    "trainer-captured-compiled": [*choose_capture("on"), "--use-torch-compile"],
     "trainer-plain": [
         "--no-gradient-accumulation-fusion",
         "--no-rope-fusion",
@@ -205,25 +215,53 @@ class ContestantRank:
             batches = open_batches(argv, self._device)
             self._step = build_step(name, shape, batches, self._device)
 
-    def steps(self, count: int) -> tuple[float, int]:
-        """Return the seconds of a step, and the peak bytes of GPU memory."""
+    def steps(self, count: int) -> tuple[float, int, float]:
+        """Return the seconds of a step, the peak bytes of GPU memory, and the seconds to enqueue.
+
+        The last value is the time in which the host calls the microbatches of a step. It includes
+        waits if the queue of the GPU is full, so it is the host's own time at most.
+        """
         if self._device.type == "cuda":
             # The memory of the activations was returned after the last turn.
             self._step()
             # Kernels run asynchronously. The clock may start only after those of earlier steps.
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
+        enqueue = 0.0
         start = time.perf_counter()
-        for _ in range(count):
-            self._step()
+        with time_microbatches() as spent:
+            for _ in range(count):
+                self._step()
+            enqueue = sum(spent) / count
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         seconds = (time.perf_counter() - start) / count
         if self._device.type != "cuda":
-            return seconds, 0
+            return seconds, 0, enqueue
         # The next contestant needs the memory. torch would keep what it has freed.
         torch.cuda.empty_cache()
-        return seconds, torch.cuda.max_memory_allocated()
+        return seconds, torch.cuda.max_memory_allocated(), enqueue
+
+
+@contextmanager
+def time_microbatches() -> Iterator[list[float]]:
+    """Yield a list that gets the seconds of each call that runs the microbatches of a step."""
+    spent: list[float] = []
+
+    def measure(run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_and_measure(*arguments: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            result = run(*arguments, **options)
+            spent.append(time.perf_counter() - start)
+            return result
+
+        return run_and_measure
+
+    with (
+        mock.patch.object(SingleStageRunner, "run", measure(SingleStageRunner.run)),
+        mock.patch.dict(globals(), {"sum_microbatches": measure(sum_microbatches)}),
+    ):
+        yield spent
 
 
 @dataclass(frozen=True)
@@ -420,7 +458,9 @@ def build_step(
 
 
 def has_shape(name: Contestant, shape: str) -> bool:
-    """Return whether a contestant's model can have the shape."""
+    """Return whether a contestant's model can have the shape, and the trainer has its flag."""
+    if CAPTURED in name and not choose_capture("on"):
+        return False
     return shape in _SHAPES_OF.get(name.removesuffix(COMPILED), (shape,))
 
 
@@ -497,6 +537,7 @@ class Contest:
         self.worlds = worlds
         self.described = described
         self.seconds: dict[str, list[float]] = {}
+        self.enqueue: dict[str, list[float]] = {}
         self.gib: dict[str, float] = {}
         self.failed = False
 
@@ -522,10 +563,12 @@ class Contest:
         answers = self._receive(name) if self._send(name, steps) else None
         if answers is None:
             return
-        ((seconds, peak),) = answers
+        ((seconds, peak, enqueue),) = answers
+        self.enqueue.setdefault(name, []).append(enqueue)
         self.seconds.setdefault(name, []).append(seconds)
         self.gib[name] = peak / 2**30
-        add_row("steps", **self.described, contestant=name, seconds=seconds, gib=self.gib[name])
+        row = {**self.described, "contestant": name, "seconds": seconds, "gib": self.gib[name]}
+        add_row("steps", **row, enqueue_seconds=enqueue)
 
     def _receive(self, name: Contestant, seconds: float = TIMEOUT_SECONDS) -> list[Any] | None:
         """Return the answers of a contestant. One that fails leaves the contest."""
@@ -569,6 +612,7 @@ def print_rows(contest: Contest, device: torch.device) -> None:
             row += f"   {statistics.median([b / t for b, t in pairs]):.3f} of bare"
         row += f"   {rate * shown['tflop']:.2f} TFLOPs"
         row += f"   MFU {rate * shown['tflop'] / peak:.3f}" if peak else ""
+        row += f"   enqueued in {1e3 * statistics.median(contest.enqueue[name]):.1f} ms"
         row += f"   {contest.gib[name]:.1f} GiB" if device.type == "cuda" else ""
         print(row, flush=True)
 

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from megatron.commands.parts import choose_parts
+from megatron.config.fields import all_fields
 from megatron.data.indexed import IndexedDatasetWriter, choose_dtype
 from megatron.extras.interop.translators.translator import load_config
 from megatron.observe.timers import FORWARD_BACKWARD
@@ -50,6 +51,13 @@ _DOCUMENT = 1000
 """Tokens of a random document."""
 CORES = len(os.sched_getaffinity(0))
 """Cores that this process may use, which can be fewer than the machine has."""
+
+
+def choose_capture(value: str) -> list[str]:
+    """Return --cuda-graph with a value, or nothing if the trainer has no such flag."""
+    if any(field.flag == "--cuda-graph" for field in all_fields().values()):
+        return ["--cuda-graph", value]
+    return []
 
 
 @dataclass(frozen=True)

@@ -42,19 +42,20 @@ class KernelsConfig:
     microbatch, as with --zero-stage 2. A CPU multiplies fp32 copies, which is slower."""
     rope_fusion: bool | None = None
     """Rotate queries and keys, and divide the projection, in one Triton kernel in each direction.
+    With --qk-norm head and RMSNorm, the kernel computes the norms too.
     auto: on GPUs if Triton is installed, but not with --use-torch-compile, which fuses them itself.
     on needs pip install 'megatron-3d[kernels]'. On a CPU, PyTorch's operators compute the same."""
     bias_swiglu_fusion: bool | None = None
     """Compute the product inside a gated MLP in one Triton kernel in each direction, for each value
-    of --glu-activation. auto: on GPUs if Triton is installed, but not with --use-torch-compile,
-    which fuses it itself. on needs pip install 'megatron-3d[kernels]'. On a CPU, PyTorch's
-    operators compute the same."""
+    of --glu-activation except clamped_swiglu, or the square of --activation squared_relu. auto: on
+    GPUs if Triton is installed, but not with --use-torch-compile, which fuses it itself. on needs
+    pip install 'megatron-3d[kernels]'. On a CPU, PyTorch's operators compute the same."""
     residual_norm_fusion: bool | None = None
     """Compute the norms before attention and before the MLP in Triton kernels that also add to the
     residual stream, or to its gradient. Not with --norm-placement output, with
     --fp32-residual-connection, or in compiled layers, where PyTorch's operators compute the same.
-    auto is off, because it has not run on a GPU yet. on needs pip install 'megatron-3d[kernels]'.
-    On a CPU, PyTorch's operators compute the same."""
+    auto: on GPUs if Triton is installed, but not with --use-torch-compile, which fuses them itself.
+    on needs pip install 'megatron-3d[kernels]'. On a CPU, PyTorch's operators compute the same."""
     cross_entropy_loss_fusion: bool | None = None
     """Compute softmax and gradient of the logits in Triton kernels, which keep the logits in the
     dtype of the step. auto: on GPUs if Triton is installed. on needs pip install
@@ -73,7 +74,7 @@ class KernelsConfig:
     """Record the kernels of a microbatch's forward and backward pass in a CUDA graph, and let the
     GPU repeat it. Python then starts no kernels, which small and compiled models wait for. All
     numbers stay the same. auto: on one GPU. on: also with tensor parallelism. The table at the
-    start gives the reason if a run has no graphs, as with dropout, a pipeline, experts or
+    start gives the reason if a run has no graphs, as with a pipeline, experts or
     --reset-attention-mask. If the memory does not suffice, the log says so."""
 
     @property

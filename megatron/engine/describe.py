@@ -59,7 +59,7 @@ def list_kernels(
         if execution.dynamic_shapes:
             graphs = "any sequence length"
         else:
-            graphs = "two graphs for all layers"
+            graphs = "all layers share their graphs"
         rows.append(
             (
                 "compiler",

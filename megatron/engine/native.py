@@ -57,6 +57,7 @@ class NativeEngine(EngineBase):
         plan = self._plan
         self._clip = plan.config.optimizer.clip_grad
         self._count_zeros = plan.config.logging.log_num_zeros_in_grad
+        self._shards_weights = self._mesh.shards_weights
         self._masters = [
             master for stage in self._rank_stages for master in self._make_masters(stage)
         ]
@@ -64,6 +65,7 @@ class NativeEngine(EngineBase):
             self._masters, plan, self._mesh, self._execution.operators
         )
         self._experts = ExpertState(self.stages, plan, self._mesh)
+        self._counted = [master for master in self._masters if self._is_counted(master)]
         # The first and the last stage hold the word embedding. `ends` is their group, and None on
         # all other ranks.
         self._tied = [master for master in self._masters if self._is_tied(master.name)]
@@ -72,6 +74,7 @@ class NativeEngine(EngineBase):
             self._mesh,
             num_stages=len(plan.stages),
             execution=self._execution,
+            vectors=[m.model_parameter for m in self._list_copied() if m.weight.dim() == 1],
         )
 
     def _make_masters(self, stage: RankStage) -> list[MasterParameter]:
@@ -107,7 +110,7 @@ class NativeEngine(EngineBase):
     def _get_local_tensor(self, tensor: Tensor) -> Tensor:
         """Return this rank's part of a parameter or gradient of the model. Both share memory."""
         # With several ranks that share the weights, FSDP2 has replaced each parameter by a DTensor.
-        if not self._mesh.shards_weights:
+        if not self._shards_weights:
             return tensor
         with torch.no_grad():
             return cast("DTensor", tensor).to_local()
@@ -146,7 +149,9 @@ class NativeEngine(EngineBase):
     ) -> StepResult:
         """Train on one global batch. See `Engine.train_batch`."""
         for stage in self.stages:
-            stage.train()
+            # This sets a flag in each module.
+            if not stage.training:
+                stage.train()
         self._prepare_step(iteration, len(microbatches))
         scale = self._get_scale()
         recorder = None
@@ -162,10 +167,6 @@ class NativeEngine(EngineBase):
             result = self._apply_gradients(loss, scale, (lr, decoupled_lr), recorder, accept, vote)
             chosen = self._experts.end_step(len(microbatches), applied=result.applied)
             result = replace(result, experts=chosen)
-            # With `set_to_none`, the next backward pass allocates the gradients again. That costs
-            # less than filling them with zeros.
-            for stage in self.stages:
-                stage.zero_grad(set_to_none=True)
         return result
 
     def _run_microbatches(
@@ -207,8 +208,13 @@ class NativeEngine(EngineBase):
             gradient = master.model_parameter.grad
             assert gradient is not None, f"{master.name} got no gradient"
             observe(f"gradient of {master.name}", self._get_local_tensor(gradient))
-        for model in self.stages:
-            model.zero_grad(set_to_none=True)
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        """Free the gradients. To allocate them again costs less than to fill them with zeros."""
+        for master in self._masters:
+            master.weight.grad = None
+            master.model_parameter.grad = None
 
     def _prepare_step(self, iteration: int | None, microbatches: int) -> None:
         """Prepare the layers for the weights of this step. A subclass may need it.
@@ -265,10 +271,7 @@ class NativeEngine(EngineBase):
             self._before_update()
             self._optimizer.step(*rates, clip_factor / scale)
             self._refresh_model(copies=not self._optimizer.writes_copies)
-        # The masters hold references to the gradients. Without this, `zero_grad` would not free
-        # their memory.
-        for master in self._masters:
-            master.weight.grad = None
+        self._drop_gradients()
         if recorder is None:
             return result
         recorder.record_weights(self._list_counted())
@@ -337,6 +340,8 @@ class NativeEngine(EngineBase):
         only this rank's part of the sequence. Norms of heads, xIELU's weights, and keys and values
         that ranks share have gradients of this rank's heads or channels.
         """
+        if self._mesh.tensor_parallel.size == 1:
+            return
         partial = []
         replicated = []
         for master in self._masters:
@@ -404,7 +409,7 @@ class NativeEngine(EngineBase):
         return master.spec.is_sharded or self._mesh.coordinate.tensor == 0
 
     def _list_counted(self) -> list[MasterParameter]:
-        return [m for m in self._masters if self._is_counted(m)]
+        return self._counted
 
     def _sum_over_ranks(self, values: Tensor) -> list[float]:
         return self._add_over_ranks(values).tolist()

@@ -179,15 +179,15 @@ def split_batches(
     Yields:
         For each place in the tuples, the list of these tensors.
     """
+    if limit is None:
+        yield [list(column) for column in zip(*tensors, strict=True)]
+        return
     batch: list[tuple[Tensor, ...]] = []
     elements = 0
     for of_parameter in tensors:
-        pieces = [of_parameter]
-        if limit is not None:
-            flat = (tensor.view(-1).split(limit) for tensor in of_parameter)
-            pieces = list(zip(*flat, strict=True))
-        for piece in pieces:
-            if limit is not None and batch and elements + piece[0].numel() > limit:
+        flat = (tensor.view(-1).split(limit) for tensor in of_parameter)
+        for piece in zip(*flat, strict=True):
+            if batch and elements + piece[0].numel() > limit:
                 yield [list(column) for column in zip(*batch, strict=True)]
                 batch = []
                 elements = 0
@@ -320,7 +320,8 @@ class _TorchAdamW:
         config = self._config
         for group in self.param_groups:
             tensors = [
-                (weight, weight.grad, *(self.state[weight][kind] for kind in ADAM_KINDS))
+                # The states are in the order of `ADAM_KINDS`.
+                (weight, weight.grad, *self.state[weight].values())
                 for weight in group["params"]
                 if weight.grad is not None
             ]

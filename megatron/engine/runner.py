@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.engine.parallelize import RankStage
+from megatron.engine.vector_sums import VectorSums
 from megatron.model.execution import Execution
 from megatron.model.inputs import Inputs
 from megatron.parallel.mesh import Mesh
@@ -41,9 +42,10 @@ class Runner(Protocol):
 class SingleStageRunner:
     """A runner without a pipeline. The only stage is the complete model."""
 
-    def __init__(self, stage: RankStage) -> None:
-        """Create a runner of the only stage."""
+    def __init__(self, stage: RankStage, vectors: Sequence[nn.Parameter] = ()) -> None:
+        """Create a runner of the only stage. `vectors`: see `build_runner`."""
         self._stage = stage
+        self._vectors = VectorSums(vectors) if vectors else None
 
     def run(self, inputs: Sequence[Inputs], factor: float | Tensor, *, train: bool) -> Tensor:
         """Run the microbatches one after the other. See `Runner.run`."""
@@ -52,15 +54,45 @@ class SingleStageRunner:
         for number, microbatch in enumerate(inputs):
             if train and self._stage.sharded is not None:
                 self._stage.sharded.prepare_backward(last=number == len(inputs) - 1)
-            loss = self._stage.model(None, microbatch)
             if train:
-                (loss * factor).backward()
-            total += loss.detach() / len(inputs)
+                loss = self.compute_gradients(microbatch, factor, first=number == 0)
+            else:
+                loss = self._stage.model(None, microbatch)
+            total += loss / len(inputs)
+        if train:
+            self.finish_sums()
         return total
+
+    def compute_gradients(
+        self, microbatch: Inputs, factor: float | Tensor, *, first: bool
+    ) -> Tensor:
+        """Compute the gradients of `factor` x the loss of a microbatch, and return the loss.
+
+        Args:
+            microbatch: The microbatch.
+            factor: See `Runner.run`.
+            first: Whether it is the first microbatch of a step. Otherwise gradients are added to
+                the sums of vectors.
+        """
+        loss: Tensor = self._stage.model(None, microbatch)
+        (loss * factor).backward()
+        if self._vectors is not None:
+            self._vectors.add(first=first)
+        return loss.detach()
+
+    def finish_sums(self) -> None:
+        """Let the sums of vectors be their gradients, after the last microbatch of a step."""
+        if self._vectors is not None:
+            self._vectors.assign()
 
 
 def build_runner(
-    stages: Sequence[RankStage], mesh: Mesh, *, num_stages: int, execution: Execution
+    stages: Sequence[RankStage],
+    mesh: Mesh,
+    *,
+    num_stages: int,
+    execution: Execution,
+    vectors: Sequence[nn.Parameter],
 ) -> Runner:
     """Return the runner of this rank's stages.
 
@@ -69,9 +101,11 @@ def build_runner(
         mesh: This rank's mesh.
         num_stages: The number of stages on all ranks together.
         execution: How the blocks are computed.
+        vectors: Parameters whose gradients are added up in fp32 together. A schedule of several
+            stages leaves them to autograd.
     """
     if mesh.grid.pipeline == 1:
-        return SingleStageRunner(stages[0])
+        return SingleStageRunner(stages[0], vectors)
     # torch's pipeline schedules import torch's compiler, which takes seconds on every rank. A run
     # without a pipeline needs neither of them.
     from megatron.engine.pipeline_runner import PipelineRunner

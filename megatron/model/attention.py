@@ -236,8 +236,9 @@ class SelfAttention(nn.Module):
         if self.query_factor != 1.0:
             query = query * self.query_factor
         # From [s, b, g/t, 1 or n/g, d].
-        query, key, value = (part.flatten(2, 3).permute(1, 2, 0, 3) for part in (query, key, value))
-        return query, key, value
+        query = query.flatten(2, 3).permute(1, 2, 0, 3)
+        key = key.flatten(2, 3).permute(1, 2, 0, 3)
+        return query, key, value.flatten(2, 3).permute(1, 2, 0, 3)
 
     def _divide(self, qkv: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
         """Divide the projection into normalised and rotated queries and keys, and values.
@@ -254,9 +255,11 @@ class SelfAttention(nn.Module):
         if self.rotary:
             assert positions.cos is not None, "a rotary layer needs tables"
             assert positions.sin is not None, "a rotary layer needs tables"
-            if self.operators.rotate_projection is not None and self.q_norm is None:
-                return self.operators.rotate_projection(qkv, positions.cos, positions.sin)
-            turn = partial(self.operators.rotate or rotate, cos=positions.cos, sin=positions.sin)
+            if self.operators.rotate_projection is not None:
+                return self.operators.rotate_projection(
+                    qkv, positions.cos, positions.sin, self.q_norm, self.k_norm
+                )
+            turn = partial(rotate, cos=positions.cos, sin=positions.sin)
         if turn is not None and self.q_norm is None:
             # Queries and keys are adjacent, so one call rotates both.
             query_key, value = qkv.split((queries + 1, 1), dim=3)

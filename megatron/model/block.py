@@ -94,13 +94,18 @@ class Block(nn.Module):
         self.recomputation: Recomputation | None = None
         self._first_half: Half = Block._attend
         self._second_half: Half = Block._feed_forward
+        self._both_halves: Half | None = None
+        """One graph of both halves. None: each half has its own, or none."""
 
     def enable_recomputation(self, recomputation: Recomputation) -> None:
         """Compute this block again in the backward pass."""
         self.recomputation = recomputation
 
     def compile_halves(self, *, dynamic: bool) -> None:
-        """Compile both halves of the layer, for any sequence length if `dynamic` is set."""
+        """Compile both halves of the layer, for any sequence length if `dynamic` is set.
+
+        They are one graph, unless a half cannot be compiled.
+        """
         # The functions are compiled, not the module. So FSDP2's hooks and the recomputation stay
         # outside of the graphs, and all blocks share the graphs. `fullgraph` makes a graph break an
         # error. Otherwise it would only make the run slow.
@@ -108,6 +113,8 @@ class Block(nn.Module):
         # The messages between the ranks of experts have sizes that differ in every batch.
         if isinstance(self.mlp, MLP):
             self._second_half = torch.compile(Block._feed_forward, fullgraph=True, dynamic=dynamic)
+            # A call of a graph costs the host as much as ten operators.
+            self._both_halves = torch.compile(Block._run_both, fullgraph=True, dynamic=dynamic)
 
     def forward(
         self,
@@ -148,12 +155,19 @@ class Block(nn.Module):
         """Compute both halves of the layer."""
         # The documents differ in every batch. Each batch would compile a new graph. The messages
         # between context-parallel ranks are no part of a graph.
-        if positions.documents is None and positions.context.size == 1:
+        is_fixed = positions.documents is None and positions.context.size == 1
+        if self._both_halves is not None and is_fixed:
+            return self._both_halves(self, x, positions, dropout_key)
+        if is_fixed:
             attend = self._first_half
         else:
             attend = Block._attend
         x, attended = attend(self, x, positions, dropout_key)
         return self._second_half(self, x, attended, dropout_key, routing)
+
+    def _run_both(self, x: Tensor, positions: Positions, dropout_key: Tensor) -> Tensor:
+        x, attended = self._attend(x, positions, dropout_key)
+        return self._feed_forward(x, attended, dropout_key, Routing())
 
     def _attend(
         self, x: Tensor, positions: Positions, dropout_key: Tensor
@@ -163,7 +177,7 @@ class Block(nn.Module):
         attended = self.attention(read, positions, dropout_key)
         if self.attention_output_norm is not None:
             attended = self.attention_output_norm(attended)
-        return x, self._scale_branch(attended)
+        return x, attended if self.residual_factor == 1.0 else attended * self.residual_factor
 
     def _feed_forward(
         self, x: Tensor, attended: Tensor, dropout_key: Tensor, routing: Routing
@@ -178,20 +192,13 @@ class Block(nn.Module):
             after, read = self._add_and_normalise(after, None, *norms)
         else:
             after, read = self._add_and_normalise(x, attended, *norms)
-        if isinstance(self.mlp, MixtureMLP):
-            out = self.mlp(read, routing)
-        else:
-            out = self.mlp(read)
+        mlp = self.mlp
+        out = mlp(read, routing) if isinstance(mlp, MixtureMLP) else mlp(read)
         if self.mlp_output_norm is not None:
             out = self.mlp_output_norm(out)
-        out = self._scale_branch(out)
+        if self.residual_factor != 1.0:
+            out = out * self.residual_factor
         return self.mlp_dropout(out, dropout_key, after)
-
-    def _scale_branch(self, out: Tensor) -> Tensor:
-        """Return what attention or MLP adds to the residual stream, from its output."""
-        if self.residual_factor == 1.0:
-            return out
-        return out * self.residual_factor
 
     def _add_and_normalise(
         self, x: Tensor, branch: Tensor | None, before: Norm | None, after: Norm | None

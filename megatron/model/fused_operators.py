@@ -8,29 +8,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.config.model import GLU
 from megatron.model.norm import LayerNorm, RMSNorm
 
 
-class Rotate(Protocol):
-    """Applies the rotary embedding. It stands for `megatron.model.positions.rotate`."""
-
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate all heads [s, b, g, n, d]. `Positions` has the shapes of the tables."""
-
-
 class RotateProjection(Protocol):
-    """Divides the projection to queries, keys and values, and rotates queries and keys."""
+    """Divides the projection to queries, keys and values, normalises and rotates the former."""
 
-    def __call__(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        query_norm: nn.Module | None = None,
+        key_norm: nn.Module | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [s, b, g, n, d], and keys and values [s, b, g, 1, d].
 
         Args:
             qkv: [s, b, g, n + 2, d]. Each group has n queries, a key and a value.
             cos: See `Positions`.
             sin: See `Positions`.
+            query_norm: The norm of queries before the rotation, or None.
+            key_norm: That of keys. It is None if the first one is.
         """
 
 
@@ -117,9 +119,10 @@ class LossKernels(Protocol):
 class FusedOperators:
     """The kernels that a model and its optimizer use. None stands for PyTorch's operators."""
 
-    rotate: Rotate | None = None
     rotate_projection: RotateProjection | None = None
     apply_gate: ApplyGate | None = None
+    square_relu: Callable[[Tensor], Tensor] | None = None
+    """Computes max(x, 0)^2 of each element."""
     add_and_normalise: AddAndNormalise | None = None
     loss: LossKernels | None = None
     drop: Drop | None = None

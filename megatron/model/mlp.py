@@ -159,6 +159,8 @@ class MLP(nn.Module):
     def use_operators(self, operators: FusedOperators) -> None:
         """Use kernels in place of PyTorch's operators."""
         self.operators = operators
+        if operators.square_relu is not None and self.activation is _square_relu:
+            self.activation = operators.square_relu
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h]. With sequence parallelism both are [s/t, b, h]."""

@@ -65,25 +65,26 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., h] to [..., h]."""
-        if x.dtype != self.weight.dtype:
+        # Each read of a module's parameter is a call of Python.
+        weight, bias = self.weight, self.bias
+        if x.dtype != weight.dtype:
             # The residual stream is in fp32 and the weights in half precision. The norm is computed
             # in fp32.
-            weight = self.weight.to(x.dtype)
-            bias = None
-            if self.bias is not None:
-                bias = self.bias.to(x.dtype)
-            return F.layer_norm(x, self.weight.shape, weight, bias, self.eps).to(self.weight.dtype)
+            wide = weight.to(x.dtype)
+            wide_bias = None if bias is None else bias.to(x.dtype)
+            return F.layer_norm(x, weight.shape, wide, wide_bias, self.eps).to(weight.dtype)
         # apex's kernel needs a bias. torch.compile cannot trace it, but fuses PyTorch's operation
         # with its neighbours.
         if (
             x.is_cuda
-            and self.bias is not None
+            and bias is not None
             and _apex_layer_norm is not None
             and not torch.compiler.is_compiling()
         ):
-            return _apex_layer_norm(x, self.weight, self.bias, self.weight.shape, self.eps)
-        # PyTorch's kernel keeps mean and variance in fp32 for half-precision inputs.
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+            return _apex_layer_norm(x, weight, bias, weight.shape, self.eps)
+        # PyTorch's kernel keeps mean and variance in fp32 for half-precision inputs. This is what
+        # `F.layer_norm` calls, without what it asks in each call.
+        return torch.layer_norm(x, weight.shape, weight, bias, self.eps)
 
 
 def _compute_rstd(x: Tensor, eps: float) -> Tensor:

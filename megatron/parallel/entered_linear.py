@@ -10,7 +10,7 @@ The invariant: all numbers equal those of `F.linear(enter_tensor_parallel(x, tp)
 bit for bit. The same products are computed in the same order, and the same tensors are reduced.
 Fused weight gradients are the exception. They are not rounded to 16 bits (`weight_gradient.py`).
 On a GPU, products whose sizes are slow are computed with more columns, which are zero
-(`padding.py`).
+(`padding.py`), and the input's gradient from a second layer is added before it is rounded.
 """
 
 from collections.abc import Sequence
@@ -30,6 +30,7 @@ from megatron.parallel.collectives import (
     begin_reduce_scatter,
 )
 from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.operators import make_operator
 from megatron.parallel.padding import (
     multiply_padded,
     needs_padding,
@@ -71,12 +72,11 @@ def apply_entered_linears(
         The output of each layer, [s, b, out/t]. On a GPU it may have padding, so that `pad_width`
         is its width.
     """
-    weights = [weight for weight, _ in layers]
+    weights, biases = zip(*layers, strict=True)
     # Autograd would keep padded copies of weights for the backward pass.
-    plain = not numbers and products is None and not any(needs_padding(x, each) for each in weights)
-    if plain and tp.size == 1:
+    plain = not numbers and products is None and tp.size == 1
+    if plain and not any(needs_padding(x, weight) for weight in weights):
         return tuple(F.linear(x, weight, bias) for weight, bias in layers)
-    biases = [bias for _, bias in layers]
     if not torch.compiler.is_compiling():
         return _EnteredLinears.apply(x, tp, bool(numbers), products, *weights, *biases)
     present = [bias for bias in biases if bias is not None]
@@ -85,7 +85,7 @@ def apply_entered_linears(
     kept = 0 if products is None else products.kept
     keeps_input = products is not None and products.keeps_input
     made = _entered_linears(
-        x, weights, present, list(numbers), formats, kept, keeps_input, _name_region(tp)
+        x, list(weights), present, list(numbers), formats, kept, keeps_input, _name_region(tp)
     )
     return tuple(made[: len(weights)])
 
@@ -139,39 +139,35 @@ def _differentiate(
         The gradient of the input, those of the weights, and those of the biases.
     """
     rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]  # [s b, out/t]
-    width = x.shape[-1]
     gradients = None
     if products is not None:
         # It may send small messages, which must not wait for the all-gather below.
         gradients = products.begin_backward(rows, weights, kept)
-    entered = PendingTensor(x)
-    if tp.sequence_parallel and any(need_weights):
+    entered = None
+    if tp.sequence_parallel and True in need_weights:
         entered = begin_all_gather(x, tp)
-    grad_x = None
-    if needs_x and gradients is not None:
-        grad_x = _begin_sum(gradients.multiply_weights(), x, tp)
-    elif needs_x:
-        partial = _multiply_back(rows, weights, pad_width(width, rows[0]))
-        grad_x = _begin_sum(trim_matrix(partial, len(partial), width), x, tp)
+    grad_x = pending = None
+    if needs_x:
+        grad_x = _multiply_back(rows, weights, x.shape[-1], gradients).view(-1, *x.shape[1:])
+        if tp.size > 1:
+            pending = _begin_sum(grad_x, tp)
     grad_weights: list[Tensor | None] = [None] * len(weights)
     # With two layers, the sum is communicated during both products.
-    if any(need_weights):
-        states = entered.wait().flatten(0, 1)  # [s b, in]
+    if True in need_weights:
+        states = (x if entered is None else entered.wait()).flatten(0, 1)  # [s b, in]
         for number, needed in enumerate(need_weights):
-            if not needed:
-                continue
-            if leaves is not None:
+            if needed and leaves is not None:
                 _add_product(leaves[number], number, rows, states, gradients)
-            elif gradients is not None:
+            elif needed and gradients is not None:
                 grad_weights[number] = gradients.multiply_input(number, states)
-            else:
+            elif needed:
                 product = rows[number].t().mm(pad_columns(states))
                 grad_weights[number] = trim_matrix(product, *weights[number].shape)
     grad_biases = [
-        row.sum(0)[: len(weight)] if needed else None
+        row.sum(0)[: weight.shape[0]] if needed else None
         for row, weight, needed in zip(rows, weights, need_biases, strict=True)
     ]
-    return None if grad_x is None else grad_x.wait(), grad_weights, grad_biases
+    return grad_x if pending is None else pending.wait(), grad_weights, grad_biases
 
 
 @declare(
@@ -192,10 +188,10 @@ class _EnteredLinears(torch.autograd.Function):
         tp: TensorParallel,
         fused: bool,
         products: Products | None,
-        *parameters: Tensor | None,
+        *parameters: Any,
     ) -> tuple[Tensor, ...]:
         count = len(parameters) // 2
-        weights = [weight for weight in parameters[:count] if weight is not None]
+        weights = parameters[:count]
         ctx.tp = tp
         # A recomputation unpacks saved tensors as copies, which are not the leaves.
         ctx.leaves = weights if fused else None
@@ -229,14 +225,32 @@ class _EnteredLinears(torch.autograd.Function):
         return grad_x, None, None, None, *grad_weights, *grad_biases
 
 
-def _multiply_back(rows: Sequence[Tensor], weights: Sequence[Tensor], columns: int) -> Tensor:
-    """Return the input's gradient from all layers, [s b, columns], a partial sum of this rank."""
-    # Each product is rounded before it is added, as autograd does it. The last layer comes first
-    # in a backward pass, but the order of two summands does not change a sum.
+def _adds_products(rows: Tensor) -> bool:
+    """Return whether a product of the device adds to a matrix in the same kernel."""
+    return rows.is_cuda
+
+
+def _multiply_back(
+    rows: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    width: int,
+    gradients: GradientProducts | None,
+) -> Tensor:
+    """Return the input's gradient from all layers, [s b, width], a partial sum of this rank."""
+    if gradients is not None:
+        return gradients.multiply_weights()
+    columns = pad_width(width, rows[0])
     total = rows[0].mm(pad_matrix(weights[0], rows[0].shape[1], columns))
     for row, weight in zip(rows[1:], weights[1:], strict=True):
-        total += row.mm(pad_matrix(weight, row.shape[1], columns))
-    return total
+        matrix = pad_matrix(weight, row.shape[1], columns)
+        if _adds_products(row):
+            # One rounding less than below, and no second matrix to write and read.
+            total.addmm_(row, matrix)
+        else:
+            # Each product is rounded before it is added, as autograd does it. The last layer comes
+            # first in a backward pass, but the order of two summands does not change a sum.
+            total += row.mm(matrix)
+    return total if columns == width else trim_matrix(total, total.shape[0], width)
 
 
 def _add_product(
@@ -253,13 +267,11 @@ def _add_product(
         gradients.add_to_gradient(leaf, number, states)
 
 
-def _begin_sum(partial: Tensor, x: Tensor, tp: TensorParallel) -> PendingTensor:
-    """Start to add up the input's gradient over the ranks, in the shape of `x`."""
-    if tp.size == 1:
-        return PendingTensor(partial.view(x.shape))
+def _begin_sum(partial: Tensor, tp: TensorParallel) -> PendingTensor:
+    """Start to add up the input's gradient over several ranks, [s, b, in] in any case."""
     if tp.sequence_parallel:
-        return begin_reduce_scatter(partial.view(-1, *x.shape[1:]), tp)
-    return begin_all_reduce(partial.view(x.shape), tp)
+        return begin_reduce_scatter(partial, tp)
+    return begin_all_reduce(partial, tp)
 
 
 # What follows is for compiled graphs. Inductor would place each wait directly after the start of
@@ -334,23 +346,11 @@ def run_backward(
     return [grad for grad in every if grad is not None]
 
 
-_entered_linears = torch.library.custom_op(
-    "megatron::padded_linears",
-    run_forward,
-    mutates_args=(),
-    schema="(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] numbers, Tensor[] formats, "
-    "int kept, bool keeps_input, str region) -> Tensor[]",
-)
-_entered_linears_backward = torch.library.custom_op(
-    "megatron::padded_linears_backward",
-    run_backward,
-    mutates_args=(),
-    schema="(Tensor[] grads, Tensor x, Tensor[] weights, bool biased, Tensor[] numbers, "
-    "Tensor[] formats, Tensor[] kept, str region) -> Tensor[]",
-)
+_entered_linears = make_operator("padded_linears")(run_forward)
+_entered_linears_backward = make_operator("padded_linears_backward")(run_backward)
 
 
-@_entered_linears.register_fake
+@torch.library.register_fake("megatron::padded_linears")
 def _shape_forward(
     x: Tensor,
     weights: list[Tensor],
@@ -374,7 +374,7 @@ def _shape_forward(
     return outs
 
 
-@_entered_linears_backward.register_fake
+@torch.library.register_fake("megatron::padded_linears_backward")
 def _shape_backward(
     grads: list[Tensor],
     x: Tensor,
@@ -416,5 +416,5 @@ def _call_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     return grad_x, grad_weights, grad_biases, *without
 
 
-_entered_linears.register_autograd(_call_backward, setup_context=_save)
+torch.library.register_autograd("megatron::padded_linears", _call_backward, setup_context=_save)
 _regions[_name_region(ALONE)] = ALONE

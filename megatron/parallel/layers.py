@@ -214,7 +214,7 @@ class ColumnParallelLinear(nn.Module):
             x,
             [(self.weight, self.bias)],
             self.tp,
-            numbers=list_numbers(self),
+            numbers=[] if self.number is None else [self.number],
             products=self.products,
         )
         return out
@@ -356,14 +356,16 @@ class RowParallelLinear(nn.Module):
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return this rank's product [s, b, out]."""
         # The input is sharded already, so no communication belongs to this product.
+        weight = self.weight
         (out,) = apply_entered_linears(
             x,
-            [(self.weight, bias)],
+            [(weight, bias)],
             ALONE,
-            numbers=list_numbers(self),
+            numbers=[] if self.number is None else [self.number],
             products=self.products,
         )
-        return trim_columns(out, len(self.weight))
+        rows = weight.shape[0]
+        return out if out.shape[-1] == rows else trim_columns(out, rows)
 
 
 def list_numbers(*layers: ColumnParallelLinear | RowParallelLinear) -> list[Tensor]:

@@ -40,15 +40,19 @@ def pad_width(width: int, x: Tensor, ranks: int = 1) -> int:
 
 def needs_padding(x: Tensor, weight: Tensor) -> bool:
     """Return whether the product of [.., in] and [out, in] has padding, or `x` has some already."""
-    return x.shape[-1] != weight.shape[1] or any(pad_width(n, x) != n for n in weight.shape)
+    out, width = weight.shape
+    # Each linear layer of each microbatch asks, so the usual sizes need no further call.
+    if x.shape[-1] == width and out % _MULTIPLE == width % _MULTIPLE == 0:
+        return False
+    return x.shape[-1] != width or pad_width(out, x) != out or pad_width(width, x) != width
 
 
 def pad_columns(x: Tensor) -> Tensor:
     """Return [.., in] with columns of zeros, or itself if products with it are fast."""
-    added = pad_width(x.shape[-1], x) - x.shape[-1]
-    if added == 0:
+    width = x.shape[-1]
+    if width % _MULTIPLE == 0 or pad_width(width, x) == width:
         return x
-    return F.pad(x, (0, added))
+    return F.pad(x, (0, pad_width(width, x) - width))
 
 
 def pad_matrix(matrix: Tensor, rows: int, columns: int) -> Tensor:
@@ -89,6 +93,8 @@ def multiply_padded(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Returns:
         [.., `pad_width(out, x)`].
     """
+    if not needs_padding(x, weight):
+        return F.linear(x, weight, bias)
     out = pad_width(len(weight), x)
     if bias is not None and len(bias) < out:
         bias = F.pad(bias, (0, out - len(bias)))

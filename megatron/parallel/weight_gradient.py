@@ -63,7 +63,7 @@ def add_to_gradient(weight: Tensor, a: Tensor, b: Tensor) -> None:
     if weight.grad is None:
         # The first product is the gradient, so no memory is filled with zeros.
         weight.grad = trim_matrix(multiply_in_fp32(a, b), *weight.shape)
-    elif (len(a), b.shape[1]) != weight.shape:
+    elif (a.shape[0], b.shape[1]) != weight.shape:
         # The gradient is contiguous, because FSDP2 and optimizers need it. A product would write
         # its rows slowly.
         weight.grad += multiply_in_fp32(a, b)[: len(weight), : weight.shape[1]]

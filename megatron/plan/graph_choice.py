@@ -15,10 +15,10 @@ _LENGTHS = 8
 def find_graph_obstacle(plan: Plan) -> str | None:
     """Return why microbatches of a plan are never recorded, or None if they can be."""
     config = plan.config
-    # The only place that decides about dropout.
-    if config.model.hidden_dropout > 0 or config.model.attention_dropout > 0:
-        return "the host seeds dropout in every microbatch"
     obstacles = {
+        "attention kernels draw masks from a generator of the host": (
+            config.model.attention_dropout > 0 and config.kernels.names_fused_attention
+        ),
         "DeepSpeed runs the passes": config.parallel.deepspeed,
         "the stages of a pipeline send messages": plan.pipeline_size > 1,
         "several ranks share the weights, which FSDP2 gathers": plan.weight_ranks > 1,

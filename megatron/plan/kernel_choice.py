@@ -131,8 +131,9 @@ def _find_obstacle(name: str, plan: Plan, device: KernelDevice) -> str | None:
     config = plan.config
     absent = {
         "rope_fusion": config.model.position_embedding_type != "rotary",
-        "bias_swiglu_fusion": config.model.glu_activation in (None, "clamped_swiglu"),
-        "residual_norm_fusion": config.model.norm_placement != "input",
+        "bias_swiglu_fusion": not _has_fused_activation(config),
+        "residual_norm_fusion": config.model.norm_placement != "input"
+        or config.precision.fp32_residual_connection,
         "adamw_fusion": config.optimizer.optimizer != "adam" or config.parallel.deepspeed,
     }
     if absent.get(name):
@@ -143,13 +144,18 @@ def _find_obstacle(name: str, plan: Plan, device: KernelDevice) -> str | None:
         return "never tried on a GPU of AMD"
     if name == "gradient_accumulation_fusion":
         return _find_obstacle_of_sums(plan)
-    if name == "residual_norm_fusion":
-        return "not run on a GPU yet"
     if device.obstacle:
         return device.obstacle
     if config.kernels.use_torch_compile and name not in _NEVER_COMPILED:
         return _COMPILED
     return None
+
+
+def _has_fused_activation(config: Config) -> bool:
+    """Return whether a kernel computes the activation of the MLP."""
+    if config.model.glu_activation is None:
+        return config.model.activation == "squared_relu"
+    return config.model.glu_activation != "clamped_swiglu"
 
 
 def _find_obstacle_of_sums(plan: Plan) -> str | None:

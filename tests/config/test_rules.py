@@ -502,7 +502,7 @@ UNUSUAL: list[tuple[dict[str, object], str]] = [
     ),
     (
         {"bias_swiglu_fusion": True},
-        "--bias-swiglu-fusion has no effect without --glu-activation.",
+        "--bias-swiglu-fusion has no effect without --glu-activation or --activation squared_relu.",
     ),
     (
         {"adamw_fusion": True, "optimizer": "muon"},

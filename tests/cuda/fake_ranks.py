@@ -134,6 +134,8 @@ def count_parameter_bytes(flags: str, world_size: int) -> ParameterBytes:
         found.gathers = 0
         for stage in rank.engine.stages:
             shapes.update(tuple(each.shape) for each in stage.parameters())
+            # Those of vectors are added up together.
+            shapes.add((sum(each.numel() for each in stage.parameters() if each.dim() == 1),))
             for block in stage.get_blocks().values():
                 of_layers.update(tuple(each.shape) for each in block.parameters())
 
@@ -163,6 +165,10 @@ def _count_sum(name: str, args: Any, out: Any) -> int:
         return args[0].nbytes + out.nbytes
     if name == "add_":
         return args[0].nbytes + args[1].nbytes + out.nbytes
+    if name == "cat":
+        return 2 * out.nbytes
+    if name == "copy_" and out.dtype.itemsize > args[1].dtype.itemsize:
+        return args[1].nbytes + out.nbytes
     return 0
 
 

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from cuda.conftest import Call
 from cuda.fake_ranks import PLAIN
 
@@ -118,11 +119,19 @@ def test_a_step_is_divided_among_its_parts(on_fake_gpu: Call):
     tokens = microbatches * 32 * 2
     parts = on_fake_gpu(count_parts, microbatches)
     of_layers = layers * (4 * h * h + 3 * h * f)
-    parameters = 2 * v * h + of_layers + (2 * layers + 1) * h
+    vectors = (2 * layers + 1) * h
+    matrices = 2 * v * h + of_layers
+    parameters = matrices + vectors
     # A gradient is cast from bf16 to fp32. After the first microbatch, it is added to the sum.
     assert parts["sums of gradients"] == (
-        parameters * (2 * microbatches + 8 * (microbatches - 1)),
-        parameters * (4 * microbatches + 4 * (microbatches - 1)),
+        matrices * (2 * microbatches + 8 * (microbatches - 1)),
+        matrices * (4 * microbatches + 4 * (microbatches - 1)),
+        0,
+    )
+    # Those of vectors are joined in bf16, and cast by the copy or addition to the sum.
+    assert parts["sums of vectors' gradients"] == (
+        vectors * (2 * microbatches + 2 * microbatches + 4 * (microbatches - 1)),
+        vectors * (2 * microbatches + 4 * microbatches),
         0,
     )
     # SiLU and a product forward. Two products and the gradient of SiLU backward.
@@ -145,3 +154,23 @@ def test_a_step_is_divided_among_its_parts(on_fake_gpu: Call):
     assert parts["rotary positions"][1] > 0
     assert parts["optimizer"][0] > 16 * parameters
     assert parts["other"][0] < 100
+
+
+def count_launches(shape: str) -> dict[str, tuple[int, int]]:
+    """Return the launches and the bytes of each part of a microbatch."""
+    sys.path.insert(0, BENCHMARKS)
+    import step_counts
+
+    further, _ = step_counts.count_launches(shape, step_counts._KERNELS)
+    return {part: (work.calls, work.reads + work.writes) for part, work in further.items()}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("shape", "launches", "gb"), [("gpt2", 400, 48), ("nanochat", 350, 47)])
+def test_a_microbatch_has_few_launches(
+    shape: str, launches: int, gb: float, on_fake_gpu: Call
+) -> None:
+    parts = on_fake_gpu(count_launches, shape)
+    assert sum(calls for calls, _ in parts.values()) <= launches
+    assert sum(moved for _, moved in parts.values()) <= gb * 1e9
+    assert parts["sums of vectors' gradients"][0] <= 4

@@ -45,12 +45,13 @@ SHAPES = {
     "llama-recomputed": f"{LLAMA} --bf16 --checkpoint-activations",
     "nanochat-bf16": f"{NANOCHAT} --bf16 {FUSED} --z-loss-coefficient 1e-4",
     "fp16": f"{LLAMA} {FP16}",
+    "dropout": "--bf16 --hidden-dropout 0.1 --attention-dropout 0.1",
     "goldfish": "--bf16 --goldfish-loss --goldfish-k 3 --goldfish-h 2",
     "curriculum": f"{LLAMA} --bf16 {CURRICULUM}",
     "float8": f"{LLAMA} {TENSORWISE} {FUSED}",
     "float8-rowwise": f"{LLAMA} {ROWWISE}",
 }
-SHORT = ("gpt2", "llama-bf16", "nanochat-bf16", "fp16", "goldfish", "curriculum", "float8")
+SHORT = ("gpt2", "llama-bf16", "nanochat-bf16", "fp16", "dropout", "goldfish", "curriculum", "float8")
 HISTORY = (
     *("train", "train", "train", "evaluate", "train", "statistics", "train", "nan", "train"),
     *("reject", "train", "save", "train", "train 3", "rollback", "train", "train"),

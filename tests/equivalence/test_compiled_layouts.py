@@ -97,8 +97,8 @@ def test_compiled_layout_trains_as_one_process(
     succeed(outcomes)
     assert worst(curve(tmp_path), curve(single[shape, variation])) < BOUND
     assert worst(validation(tmp_path), validation(single[shape, variation])) < BOUND
-    # Two for training and two for evaluation, for any batch size. A curriculum may need two more.
-    assert all(outcome.value <= (4 if variation == "ramp" else 6) for outcome in outcomes), [
+    # One for training and one for evaluation, for any batch size. A curriculum may need two more.
+    assert all(outcome.value <= (2 if variation == "ramp" else 4) for outcome in outcomes), [
         outcome.value for outcome in outcomes
     ]
 

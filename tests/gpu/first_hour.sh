@@ -3,11 +3,12 @@
 #
 #     bash tests/gpu/first_hour.sh --part N [--report FOLDER]
 #
-#     1    9 minutes: 7B (3B on 80 GB) in five variants with traces; 125M and 177M beside compiled
-#          peers; modded-nanogpt's program; the kernels against PyTorch's operators
-#     2    5 minutes: losses and kernels against the CPU; a loop like nanochat's; products,
-#          attention, float8; experts beside a dense model
-#     3    9 minutes: further variants of 7B; calibration; further tests; ranks that share the GPU
+#     1    8 minutes: 7B (3B on 80 GB) in bf16 and float8, each also with a CUDA graph, with clocks
+#          and a sustained product; 125M, nanochat's shape and 177M beside compiled peers; the gaps
+#          of float8 at 1.3B
+#     2    5 minutes: losses and kernels against the CPU; experts beside a dense model; the kernels
+#          against PyTorch's operators; products, attention, float8
+#     3    9 minutes: modded-nanogpt's program; calibration; further tests; ranks that share the GPU
 #          (gloo); checkpoint of 1B
 #     4    9 minutes: NCCL, layouts on several GPUs. It ends with a message on one GPU
 #

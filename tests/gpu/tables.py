@@ -116,15 +116,17 @@ def make_steps(parts: Sequence[Part], table: str) -> str:
     for key, rows in found.items():
         seconds = [row["seconds"] for row in rows if "seconds" in row]
         if not seconds:
-            cells.append([*key, None, None, None, rows[0].get("error"), None])
+            cells.append([*key, None, None, None, None, rows[0].get("error"), None])
             continue
         middle = statistics.median(seconds)
         spread = f"{1e3 * min(seconds):.1f} / {1e3 * middle:.1f} / {1e3 * max(seconds):.1f}"
         rate = rows[0]["tokens"] / middle
         gib = max(row["gib"] for row in rows if "seconds" in row)
-        cells.append([*key, rate, spread, rate * rows[0]["tflop"], gib, len(seconds)])
+        enqueued = [row["enqueue_seconds"] for row in rows if "enqueue_seconds" in row]
+        enqueue = 1e3 * statistics.median(enqueued) if enqueued else None
+        cells.append([*key, rate, spread, enqueue, rate * rows[0]["tflop"], gib, len(seconds)])
     columns = ("part", "size", "shape", "precision", "microbatches", "program", "tokens/s")
-    return format_table((*columns, "ms", "TFLOPs", "GiB", "rounds"), cells)
+    return format_table((*columns, "ms", "ms to enqueue", "TFLOPs", "GiB", "rounds"), cells)
 
 
 def make_large_model(parts: Sequence[Part], table: str) -> str:
@@ -149,6 +151,19 @@ def make_large_model(parts: Sequence[Part], table: str) -> str:
         )
     columns = ("model", "variant", "microbatches", "tokens/s", "MFU", "start, s", "tensors, GiB")
     return format_table((*columns, "reserved, GiB", "predicted, GiB", "error of the time"), cells)
+
+
+def make_clocks(parts: Sequence[Part], table: str) -> str:
+    """Return the range of clocks and power during timed steps, and the reasons of throttling."""
+    cells = []
+    for row in (row for part in parts for row in part.get_rows(table)):
+        ranges = []
+        for key in ("clocks.sm", "power.draw"):
+            values = [float(each) for each in row[key]]
+            ranges.append(f"{min(values):g} to {max(values):g}")
+        reasons = ", ".join(sorted({*row["clocks_event_reasons.active"]}))
+        cells.append([row["variant"], row["samples"], *ranges, reasons])
+    return format_table(("variant", "samples", "clock, MHz", "power, W", "reasons"), cells)
 
 
 def make_kernels(parts: Sequence[Part], table: str) -> str:
@@ -243,6 +258,8 @@ MAKERS: dict[str, Callable[[Sequence[Part], str], str]] = {
         "script", "tokens_per_second", "ms", "low_ms", "high_ms", "steps", "sha256"
     ),
     "large model": make_large_model,
+    "cube": make_columns("variant", "size", "tflops"),
+    "clocks": make_clocks,
     "idle": make_columns("size", "shape", "ms", "idle"),
     "gaps": make_columns("size", "shape", "name", "ms", "share"),
     "kinds": make_columns("size", "shape", "kind", "ms", "share"),
@@ -283,6 +300,8 @@ TITLES = {
     "steps": "Training steps",
     "peer": "Other trainers' programs",
     "large model": "Large models on one GPU",
+    "cube": "A product directly after steps, TFLOPs",
+    "clocks": "Clocks and power during steps",
     "idle": "Idle share of the GPU",
     "gaps": "Idle time by the next kernel",
     "kinds": "Kinds of kernels",

@@ -284,7 +284,9 @@ def test_limits_are_within_the_time_of_a_command(
     budget = first_hour.BUDGETS[part]
     assert sum(step.seconds for step in steps) <= budget
     # A step needs some time to end, and the report is copied.
-    assert budget <= {1: 9 * 60, 2: 285}.get(part, SECONDS_OF_A_COMMAND - 25)
+    assert budget <= SECONDS_OF_A_COMMAND - 25
+    # A lease of 900 s also has the start of the machine, the copies, and an idle wait.
+    assert first_hour.BUDGETS[1] + first_hour.BUDGETS[2] <= 750
     titles = [step.title for step in steps]
     assert len({*titles}) == len(titles)
 
@@ -308,6 +310,9 @@ def test_programs_take_the_arguments_of_their_steps(
             name = Path(script).stem
             if script.startswith("benchmarks/") and name in modules:
                 own = step.command[step.command.index(script) + 1 :]
+                if "--" in own:
+                    # What follows are flags of the run.
+                    own = own[: own.index("--")]
                 tyro.cli(modules[name].Arguments, args=own)
                 checked += 1
     assert checked >= 10
@@ -402,6 +407,7 @@ def test_a_peers_script_that_fails_or_is_missing_is_reported(
 def test_tables_have_the_medians_and_errors(modules: dict[str, Any], tmp_path: Path) -> None:
     step = {"size": "125m", "shape": "gpt2", "precision": "bf16", "microbatches": 4}
     step |= {"tokens": 1000, "tflop": 0.5, "table": "steps", "gib": 1.5}
+    step |= {"enqueue_seconds": 0.06}
     rows = [{**step, "contestant": "trainer", "seconds": each} for each in (0.1, 0.5, 0.2)]
     rows += [{**step, "contestant": "hf", "error": "out of memory"}]
     large = {"table": "large model", "microbatches": 8, "tokens_per_second": 11000.0}
@@ -414,6 +420,10 @@ def test_tables_have_the_medians_and_errors(modules: dict[str, Any], tmp_path: P
     }
     rows += [{**large, "variant": "eager"}]
     rows += [{"table": "large model", "variant": "cudnn", "error": "CUDA out of memory | x"}]
+    rows += [{"table": "cube", "variant": "defaults", "size": 8192, "tflops": 690.0, "each": []}]
+    clocks = {"clocks.sm": ("1980", "1200", "1500"), "power.draw": ("350.00", "699.50", "600.00")}
+    clocks |= {"clocks_event_reasons.active": ("0x0", "0x4", "0x4")}
+    rows += [{"table": "clocks", "variant": "defaults", "samples": 3, **clocks}]
     rows += [{"table": "one gpu", "name": "gpt2", "losses": 1.5e-6, "norms": 2e-5, "note": ""}]
     outcome = {"title": "all", "status": "passed", "seconds": 3.0, "rows": rows}
     report = {"date": "2026-11-23", "tiny": False, "steps": [outcome]}
@@ -425,10 +435,12 @@ def test_tables_have_the_medians_and_errors(modules: dict[str, Any], tmp_path: P
     arguments = [str(tmp_path), "--write", "--docs", str(docs)]
     assert tables.main(arguments) == 0
     page = (docs / "gpu_results.md").read_text()
-    row = "| part2 | 125m | gpt2 | bf16 | 4 | trainer | 5000 | 100.0 / 200.0 / 500.0 | 2500 | 1.5 |"
-    assert f"{row} 3 |" in page
-    assert "| part2 | 125m | gpt2 | bf16 | 4 | hf | - | - | - | out of memory | - |" in page
+    row = "| part2 | 125m | gpt2 | bf16 | 4 | trainer | 5000 | 100.0 / 200.0 / 500.0 | 60 | 2500 |"
+    assert f"{row} 1.5 | 3 |" in page
+    assert "| part2 | 125m | gpt2 | bf16 | 4 | hf | - | - | - | - | out of memory | - |" in page
     assert "| llama2-7b | eager | 8 | 11000 | 0.5 | 9 | 130 | 136 | 131 | h200 +5.0 % |" in page
+    assert "| defaults | 8192 | 690 |" in page
+    assert "| defaults | 3 | 1200 to 1980 | 350 to 699.5 | 0x0, 0x4 |" in page
     assert "CUDA out of memory / x" in page
     assert "| gpt2 | 1.50e-06 | 2.00e-05 |" in page
     # Writing twice gives the same page.

@@ -9,11 +9,13 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from model.kernel_comparisons import find_power
+from model.kernel_comparisons import find_power, measure_pairs
 from torch import Tensor
 
+from megatron.extras.training.kernels.head_norm import normalise_projection
 from megatron.extras.training.kernels.residual_norm import add_and_normalise
 from megatron.model.norm import LayerNorm, RMSNorm
+from megatron.model.positions import make_rotary_table, rotate
 from megatron.parallel.mesh import TensorParallel
 
 NORMS = ("RMSNorm", "LayerNorm", "LayerNorm without bias")
@@ -114,4 +116,67 @@ def compare_norm(
     if bias.dim():
         of_bias = of_norm.double().sum((0, 1)).to(narrow)
         units["bias"] = count_units(grads[2], of_bias)
+    return units
+
+
+def compare_head_norm(
+    sizes: tuple[int, ...],
+    channels: int,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    by_sample: bool,
+    programs: int | None = None,
+) -> dict[str, float]:
+    """Compare the norms of queries and keys with their rotation.
+
+    Args:
+        sizes: [s, b, g, n, d].
+        channels: How many of d are rotated.
+        dtype: That of the projection and of the weights.
+        device: Where it is computed.
+        by_sample: Whether samples have different positions.
+        programs: Those of the backward kernel. None: as in a run.
+    """
+    s, b, g, n, d = sizes
+    generator = torch.Generator().manual_seed(6)
+    qkv = torch.randn((s, b, g, n + 2, d), generator=generator).to(device, dtype).requires_grad_()
+    norms = [make_norm("RMSNorm", d).to(device, dtype) for _ in range(2)]
+    with torch.no_grad():
+        norms[1].weight.neg_()
+    cos, sin = (
+        table[3:] for table in make_rotary_table(s + 3, channels, 1e4, torch.device(device))
+    )
+    if by_sample:
+        cos, sin = (torch.cat((table, table.flip(0)), dim=1) for table in (cos, sin))
+    found = normalise_projection(qkv, norms[0], norms[1], cos, sin)
+    # The gradients of attention have other strides: [b, n, s, d] is contiguous.
+    grads = [
+        torch.randn((b, *part.shape[2:4], s, d), generator=generator)
+        .to(device, dtype)
+        .permute(3, 0, 1, 2, 4)
+        for part in found
+    ]
+    count = "megatron.extras.training.kernels.head_norm_kernel.count_programs"
+    with nullcontext() if programs is None else mock.patch(count, return_value=programs):
+        of_qkv, *of_weights = torch.autograd.grad(
+            found, [qkv, *(norm.weight for norm in norms)], grads
+        )
+    narrow = torch.float64 if dtype == torch.float32 else dtype
+    heads = qkv.detach().split((n, 1, 1), dim=3)
+    assert torch.equal(found[2], heads[2])
+    assert torch.equal(of_qkv[:, :, :, -1:], grads[2])
+    units = {}
+    parts = of_qkv.split((n, 1, 1), dim=3)
+    for number, name in enumerate(("query", "key")):
+        leaf = heads[number].double().requires_grad_()
+        weight = norms[number].weight.detach().double().requires_grad_()
+        normal = F.rms_norm(leaf, weight.shape, weight, norms[number].eps)
+        turned = rotate(normal.detach().to(narrow), cos, sin)
+        # Another rounding of the norm is one unit of the longer channel of a pair.
+        units[name] = count_units(found[number], turned, measure_pairs(turned, channels))
+        back = rotate(grads[number].to(narrow), cos, -sin)
+        expected = torch.autograd.grad(normal, (leaf, weight), back.double())
+        units[f"gradient of {name}"] = count_units(parts[number], expected[0].to(narrow))
+        units[f"weight of {name}"] = count_units(of_weights[number], expected[1].to(narrow))
     return units

@@ -19,13 +19,13 @@ from model.kernel_comparisons import (
     count_units,
     measure_pairs,
 )
-from model.norm_comparisons import NORMS, compare_norm, make_norm
+from model.norm_comparisons import NORMS, compare_head_norm, compare_norm, make_norm
 from training.runs import SIZES
 from triton_interpreter import train
 
 from megatron.config.kernels import KernelsConfig
 from megatron.engine.parallelize import compile_blocks, fuse_operators, recompute_blocks
-from megatron.extras.training.kernels import gate, residual_norm, rotary
+from megatron.extras.training.kernels import gate, head_norm, residual_norm, rotary
 from megatron.extras.training.kernels.operators import build_operators
 from megatron.model.execution import Execution
 from megatron.model.inputs import Inputs
@@ -146,6 +146,57 @@ def test_streams_without_tokens_and_in_fp32(interpreters: ProcessPoolExecutor) -
     interpreters.submit(check_other_streams).result()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", HEADS)
+def test_norms_of_heads_with_rotation(
+    shape: str, dtype: torch.dtype, interpreters: ProcessPoolExecutor
+) -> None:
+    sizes, channels, by_sample = HEADS[shape]
+    units = interpreters.submit(
+        compare_head_norm, sizes, channels, dtype, "cpu", by_sample=by_sample, programs=2
+    ).result()
+    assert max(units.values()) <= 1, units
+
+
+def check_values_without_numbers() -> None:
+    """Check NaN and infinities in a head and in an activation, and tensors without elements."""
+    norms = [make_norm("RMSNorm", 8).bfloat16() for _ in range(2)]
+    cos, sin = make_rotary_table(3, 8, 1e4, torch.device("cpu"))
+    qkv = torch.randn((3, 1, 1, 4, 8)).bfloat16()
+    qkv[0, 0, 0, 1, 3] = float("nan")
+    qkv[1, 0, 0, 2, 5] = float("inf")
+    qkv.requires_grad_()
+    query, key, value = head_norm.normalise_projection(qkv, norms[0], norms[1], cos, sin)
+    heads = qkv.split((2, 1, 1), dim=3)
+    for found, norm, head in zip((query, key), norms, heads[:2], strict=True):
+        expected = rotate(norm(head), cos, sin)
+        torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01, equal_nan=True)
+    (query.sum() + key.sum() + value.sum()).backward()
+    assert qkv.grad is not None
+    # The gradient of the head with such a number is lost, and no other.
+    lost = qkv.grad.isnan().any(-1)
+    assert lost.nonzero().tolist() == [[0, 0, 0, 1], [1, 0, 0, 2]]
+    empty = torch.zeros((0, 1, 1, 4, 8), dtype=torch.bfloat16, requires_grad=True)
+    for part in head_norm.normalise_projection(empty, norms[0], norms[1], cos[:0], sin[:0]):
+        assert part.numel() == 0
+    numbers = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-30, 3e38, -2.0, 1.7]
+    for dtype in DTYPES:
+        for x in (torch.tensor(numbers), torch.randn(3, 777), torch.zeros(2, 0)):
+            for grad in (torch.full_like(x, float("inf")), torch.randn(x.shape)):
+                leaf = x.to(dtype).requires_grad_()
+                results = []
+                for function in (gate.square_relu, lambda y: torch.relu(y).square()):
+                    out = function(leaf)
+                    results.append((out, *torch.autograd.grad(out, leaf, grad.to(dtype))))
+                # Every bit is equal, also of NaN's place.
+                for one, other in zip(*results, strict=True):
+                    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_nan_infinities_and_empty_tensors(interpreters: ProcessPoolExecutor) -> None:
+    interpreters.submit(check_values_without_numbers).result()
+
+
 def list_accesses(kernel: Any, pointers: dict[str, str], constants: dict[str, Any]) -> set[str]:
     """Return the kinds of accesses to memory that a kernel has on a GPU of capability 9.0.
 
@@ -180,7 +231,12 @@ def test_kernels_compile_for_hopper_and_move_16_bytes_at_once(
 ) -> None:
     """The interpreter accepts more than the compiler, which needs no GPU."""
     pytest.importorskip("triton")
-    from megatron.extras.training.kernels import gate_kernel, residual_norm_kernel, rotary_kernel
+    from megatron.extras.training.kernels import (
+        gate_kernel,
+        head_norm_kernel,
+        residual_norm_kernel,
+        rotary_kernel,
+    )
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     wide = {"ld.global.v4.b32", "st.global.v4.b32"}
@@ -201,6 +257,17 @@ def test_kernels_compile_for_hopper_and_move_16_bytes_at_once(
         pointers = {name: tensors[name] for name in kernel.arg_names if name in tensors}
         block = {"activation": activation, "block": gate_kernel._BLOCK}
         assert list_accesses(kernel, pointers, block) == wide
+    square = dict.fromkeys(("grad", "x", "out"), "bf16")
+    for kernel in (gate_kernel._square, gate_kernel._square_backward):
+        pointers = {name: square[name] for name in kernel.arg_names if name in square}
+        assert list_accesses(kernel, pointers, {"block": gate_kernel._BLOCK}) == wide
+    of_heads = dict.fromkeys(("whole", "query", "key", "value", "grad"), "bf16")
+    of_heads |= dict.fromkeys(("query_weight", "key_weight"), "bf16")
+    of_heads |= dict.fromkeys(("cos", "sin", "statistics", "parts"), "fp32")
+    for kernel in (head_norm_kernel._forward, head_norm_kernel._backward):
+        pointers = {name: of_heads[name] for name in kernel.arg_names if name in of_heads}
+        blocks = {"block_heads": 16, "block_half": 64, "block_rest": 0}
+        assert wide <= list_accesses(kernel, pointers, blocks)
     stream = ("x", "branch", "weight", "bias", "total", "out", "grad_total", "grad_out", "grad")
     vectors = {"statistics", "parts"}
     for kernel in (residual_norm_kernel._forward, residual_norm_kernel._backward):
@@ -231,6 +298,13 @@ def check_registration() -> None:
     check(gate._apply, (*leaves, "swiglu"))
     grad, *inputs = (each.detach() for each in (leaves[0], *leaves))
     check(gate._differentiate, (grad, *inputs, "swiglu"))
+    check(gate._square, (leaves[0],))
+    check(gate._square_back, (grad, grad))
+    qkv, query_weight, key_weight = heads.detach(), torch.ones(3), torch.zeros(3)
+    check(head_norm._normalise, (qkv, query_weight, key_weight, cos, sin, 1e-5))
+    statistics = torch.ones((2, 1, 1, 3))
+    tables = (cos, sin, statistics)
+    check(head_norm._differentiate, (parts, qkv, query_weight, key_weight, *tables))
     weight, bias = torch.ones(3), torch.zeros(3)
     check(residual_norm._add, (*inputs, weight, bias, 1e-5, True))
     check(residual_norm._add, (grad, None, weight, None, 1e-5, False))
@@ -294,7 +368,7 @@ def test_compiled_blocks_contain_the_kernels(name: str, interpreters: ProcessPoo
     ).result()
     assert fused == pytest.approx(plain, rel=1e-5)
     assert compiled == pytest.approx(plain, rel=1e-5)
-    assert graphs == 2
+    assert graphs == 1
     # Each block is computed twice, and has two such norms. Parallel residuals have one.
     blocks = tiny_config().num_layers
     norms = {"gpt2, parallel residual": 1, "output norms": 0}.get(name, 2)

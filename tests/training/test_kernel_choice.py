@@ -31,8 +31,8 @@ LLAMA: dict[str, dict[str, Any]] = {
     "model": {"position_embedding_type": "rotary", "glu_activation": "swiglu"},
     "precision": {"bf16": True},
 }
-ON: dict[str, Any] = dict.fromkeys(SWITCHES, True) | {"residual_norm_fusion": False}
-"""What a GPU uses. The norms with additions have not run on one yet."""
+ON: dict[str, Any] = dict.fromkeys(SWITCHES, True)
+"""What a GPU uses."""
 OFF: dict[str, Any] = dict.fromkeys(SWITCHES, False)
 FLASH: tuple[AttentionBackend, ...] = ("flash",)
 ROPE = {"rope_fusion": True}
@@ -63,7 +63,13 @@ def choose_on(
         ({"precision": {"fp8_format": "e4m3", "fp8_recipe": "rowwise"}}, []),
         ({"model": {"position_embedding_type": "alibi"}}, ["rope_fusion"]),
         ({"model": {"glu_activation": None}}, ["bias_swiglu_fusion"]),
-        ({"kernels": {"use_torch_compile": True}}, ["rope_fusion", "bias_swiglu_fusion"]),
+        ({"model": {"glu_activation": None, "activation": "squared_relu"}}, []),
+        ({"model": {"norm_placement": "output"}}, ["residual_norm_fusion"]),
+        ({"precision": {"fp32_residual_connection": True}}, ["residual_norm_fusion"]),
+        (
+            {"kernels": {"use_torch_compile": True}},
+            ["rope_fusion", "bias_swiglu_fusion", "residual_norm_fusion"],
+        ),
         ({"kernels": {"cross_entropy_loss_fusion": False}}, ["cross_entropy_loss_fusion"]),
     ],
     ids=str,

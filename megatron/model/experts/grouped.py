@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.parallel.operators import make_operator
 from megatron.parallel.spmd import declare
 
 _ALIGNMENT = 8
@@ -64,15 +65,15 @@ def _multiply_rows(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-_multiply = torch.library.custom_op("megatron::multiply_grouped", _multiply_rows, mutates_args=())
+_multiply = make_operator("multiply_grouped")(_multiply_rows)
 
 
-@_multiply.register_fake
+@torch.library.register_fake("megatron::multiply_grouped")
 def _(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty((len(x), weights.shape[2]))
 
 
-@torch.library.custom_op("megatron::multiply_gradients", mutates_args=())
+@make_operator("multiply_gradients")
 def _multiply_gradients(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """Return the gradients of the weights, [e, o, i]. They are 0 for an expert without rows.
 
@@ -90,7 +91,7 @@ def _multiply_gradients(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-@_multiply_gradients.register_fake
+@torch.library.register_fake("megatron::multiply_gradients")
 def _(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty((len(ends), gradient.shape[1], x.shape[1]))
 

@@ -242,7 +242,11 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         *("model.position_embedding_type", ("rotary",), "model.rotary_percent"),
         *("model.rotary_base", "model.rope_scaling", "model.no_rope_layers", "kernels.rope_fusion"),
     ),
-    no_effect_without("model.glu_activation", "", "kernels.bias_swiglu_fusion"),
+    no_effect(
+        "without --glu-activation or --activation squared_relu",
+        lambda c: c.model.glu_activation is None and c.model.activation != "squared_relu",
+        "kernels.bias_swiglu_fusion",
+    ),
     no_effect_unless("model.norm_placement", ("input",), "kernels.residual_norm_fusion"),
     no_effect_unless("optimizer.optimizer", ("adam",), "kernels.adamw_fusion"),
     no_effect("with --deepspeed", lambda c: c.parallel.deepspeed, "kernels.adamw_fusion"),

@@ -386,7 +386,8 @@ def list_possible_fusions(plan: Plan) -> dict[str, str]:
     accumulates = half and not config.parallel.deepspeed
     possible = {
         "rope_fusion": config.model.position_embedding_type == "rotary",
-        "bias_swiglu_fusion": config.model.glu_activation is not None,
+        "bias_swiglu_fusion": config.model.glu_activation is not None
+        or config.model.activation == "squared_relu",
         "cross_entropy_loss_fusion": True,
         "gradient_accumulation_fusion": accumulates,
     }

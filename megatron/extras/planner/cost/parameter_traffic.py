@@ -19,6 +19,8 @@ _ADD_ROUNDED = 10
 """Bytes that add a gradient in 16 bits to an fp32 sum."""
 _COPY = 8
 """Bytes that copy an fp32 gradient."""
+_JOIN = 4
+"""Bytes that put a gradient in 16 bits into one tensor with others."""
 
 
 def uses_fsdp(layout: RankLayout) -> bool:
@@ -111,7 +113,19 @@ def count_sum_bytes(
     converted = _count_rounded(layout, microbatches, in_fp32=software.fused_gradients)
     # Those outside of layers are computed in 16 bits in any case.
     others = _count_rounded(layout, microbatches, in_fp32=False)
-    return fused * copied + (inside - fused) * converted + outside * others
+    total = fused * copied + (inside - fused) * converted + outside * others
+    if uses_fsdp(layout) or not (stage.first and stage.last):
+        return total
+    # The vectors of a complete model are joined in each microbatch, and converted or added then.
+    together = _CAST + _ADD_ROUNDED * (microbatches - 1) + _JOIN * microbatches
+    return total + _count_vectors(shape, layout, stage) * (together - converted)
+
+
+def _count_vectors(shape: ModelShape, layout: RankLayout, stage: Stage) -> int:
+    """Return the elements of biases and norms of a stage with all layers."""
+    of_layer = flops.count_layer_parameters(shape, layout.tensor)
+    of_layer -= flops.count_layer_matrix_parameters(shape, layout.tensor)
+    return len(stage.layers) * of_layer + flops.count_norm_parameters(shape)
 
 
 def _count_rounded(layout: RankLayout, microbatches: int, *, in_fp32: bool) -> int:

@@ -14,6 +14,7 @@ their gradients in the memory that the graphs write.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron.engine.native import NativeEngine
-from megatron.engine.runner import Runner
+from megatron.engine.runner import SingleStageRunner
 from megatron.extras.training.cuda_graph.graph_recorder import GraphRecorder, RecordingError
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
@@ -30,7 +31,14 @@ from megatron.parallel.torch_private import foreach_copy_
 from megatron.plan.graph_choice import find_shortest_recorded, runs_eager_passes
 from megatron.plan.run_plan import Plan
 
-_TENSORS = ("tokens", "labels", "loss_mask", "position_ids", "loss_divisor")
+_TENSORS = (
+    "tokens",
+    "labels",
+    "loss_mask",
+    "position_ids",
+    "loss_divisor",
+    "dropout_key",
+)
 """The fields of `Inputs` that are copied into fixed memory."""
 _FIXED = ("documents", "likelihoods")
 """The fields that must be None. A graph does not read the others, which have Python numbers."""
@@ -41,7 +49,7 @@ class CapturedRunner:
 
     def __init__(
         self,
-        eager: Runner,
+        eager: SingleStageRunner,
         model: GPT,
         recorder: GraphRecorder,
         *,
@@ -97,7 +105,7 @@ class CapturedRunner:
         finally:
             self._is_paused = False
 
-    def run(self, inputs: Sequence[Inputs], factor: float, *, train: bool) -> Tensor:
+    def run(self, inputs: Sequence[Inputs], factor: float | Tensor, *, train: bool) -> Tensor:
         """Run the microbatches one after the other. See `Runner.run`."""
         # An evaluation has other sizes than a step, and happens rarely.
         if not train:
@@ -150,7 +158,9 @@ class CapturedRunner:
                 added = 4 * sum(p.numel() for p in self._parameters)
                 if shortage := self._recorder.find_shortage(added * self._needs_gradients):
                     return self._give_up(f"memory: {shortage}")
-                self._graphs = _Graphs(self._model, self._recorder, inputs[0], wanted)
+                self._graphs = _Graphs(
+                    self._eager, self._model, self._recorder, inputs[0], wanted
+                )
             # A ramp-up of the batch size may begin with one microbatch.
             if len(inputs) > 1:
                 self._graphs.record_sum()
@@ -172,7 +182,7 @@ class CapturedRunner:
 
     # -- eager passes -----------------------------------------------------------------------------
 
-    def _run_eagerly(self, inputs: Sequence[Inputs], factor: float) -> Tensor:
+    def _run_eagerly(self, inputs: Sequence[Inputs], factor: float | Tensor) -> Tensor:
         """Run microbatches, and leave the gradients where the graphs write them."""
         if self._graphs is None:
             return self._eager.run(inputs, factor, train=True)
@@ -180,9 +190,10 @@ class CapturedRunner:
         total = torch.zeros((), dtype=torch.float32, device=inputs[0].tokens.device)
         with self._share_memory(inputs[0]):
             with self._graphs.keep_gradients():
-                total += self._eager.run(inputs[:1], factor, train=True) / len(inputs)
+                total += self._eager.compute_gradients(inputs[0], factor, first=True) / len(inputs)
             for microbatch in inputs[1:]:
-                total += self._eager.run([microbatch], factor, train=True) / len(inputs)
+                total += self._eager.compute_gradients(microbatch, factor, first=False) / len(inputs)
+        self._eager.finish_sums()
         return total
 
     @contextmanager
@@ -202,6 +213,7 @@ class _Graphs:
 
     def __init__(
         self,
+        eager: SingleStageRunner,
         model: GPT,
         recorder: GraphRecorder,
         example: Inputs,
@@ -210,6 +222,7 @@ class _Graphs:
         """Record the graph of the first microbatch. The parameters have no gradients.
 
         Args:
+            eager: Computes a microbatch.
             model: The model.
             recorder: Records the graphs.
             example: A microbatch of the size.
@@ -219,6 +232,7 @@ class _Graphs:
             RecordingError: See `GraphRecorder.record`.
         """
         self.wanted = wanted
+        self._eager = eager
         self._model = model
         self._recorder = recorder
         self._parameters = list(model.parameters())
@@ -234,7 +248,10 @@ class _Graphs:
         for parameter in self._parameters:
             parameter.grad = None
         # Autograd takes memory of the pool for each gradient. Each repetition writes it again.
-        self._first = recorder.record(self._compute)
+        self._first = recorder.record(partial(self._compute, first=True))
+        # Sums of vectors become gradients at the end of a step, and are None until then.
+        self._added = [parameter.grad for parameter in self._parameters]
+        eager.finish_sums()
         self.gradients = [parameter.grad for parameter in self._parameters]
         self._others: Callable[[], None] | None = None
 
@@ -250,22 +267,22 @@ class _Graphs:
             RecordingError: See `GraphRecorder.record`.
         """
         if self._others is None:
-            self._set_gradients()
-            self._others = self._recorder.record(self._compute)
+            self._set_gradients(self._added)
+            self._others = self._recorder.record(partial(self._compute, first=False))
 
-    def _compute(self) -> None:
-        loss = self._model(None, self._inputs)
-        (loss * self._factor).backward()
-        self._loss.copy_(loss.detach())
+    def _compute(self, *, first: bool) -> None:
+        self._loss.copy_(
+            self._eager.compute_gradients(self._inputs, self._factor, first=first)
+        )
 
-    def _set_gradients(self) -> None:
-        for parameter, gradient in zip(self._parameters, self.gradients, strict=True):
+    def _set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
 
-    def repeat(self, inputs: Sequence[Inputs], factor: float) -> Tensor:
+    def repeat(self, inputs: Sequence[Inputs], factor: float | Tensor) -> Tensor:
         """Repeat the graphs for the microbatches of a step, and return the mean loss."""
         # The engine has dropped its references at the end of the last step.
-        self._set_gradients()
+        self._set_gradients(self.gradients)
         self._factor.fill_(factor)
         total = torch.zeros_like(self._loss)
         graph: Callable[[], None] | None = self._first
@@ -284,7 +301,7 @@ class _Graphs:
         Those of a block are moved at the end of its backward pass. So there is memory for a second
         set of one block's gradients only.
         """
-        kept = dict(zip(self._parameters, self.gradients, strict=True))
+        kept = dict(zip(self._parameters, self._added, strict=True))
 
         def move(parameters: Sequence[nn.Parameter]) -> None:
             for parameter in parameters:

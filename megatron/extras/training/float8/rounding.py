@@ -18,6 +18,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron.parallel.operators import make_operator
+
 _LOGGERS = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
 _levels = [logger.level for logger in _LOGGERS]
 for _logger in _LOGGERS:
@@ -66,7 +68,7 @@ class Rounded:
         return self.values.contiguous()
 
 
-@torch.library.custom_op("megatron::find_largest", mutates_args=())
+@make_operator("find_largest")
 def _find_largest(x: Tensor, by_row: bool) -> Tensor:
     from megatron.extras.training.float8.rounding_kernel import launch_largest
 
@@ -75,7 +77,7 @@ def _find_largest(x: Tensor, by_row: bool) -> Tensor:
     return largest
 
 
-@torch.library.custom_op("megatron::round_complete_rows", mutates_args=())
+@make_operator("round_complete_rows")
 def _round_rows(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """Return the values [m, k] and the inverse scales [m, 1]."""
     from megatron.extras.training.float8.rounding_kernel import launch_rows
@@ -85,7 +87,7 @@ def _round_rows(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
     return [values, inverse]
 
 
-@torch.library.custom_op("megatron::round_tiles", mutates_args=())
+@make_operator("round_tiles")
 def _round_tiles(
     x: Tensor, largest: Tensor, whole: Tensor, dtype: torch.dtype, rows: bool, columns: bool
 ) -> list[Tensor]:
@@ -148,17 +150,17 @@ def _make_tiles(
     return made
 
 
-@_find_largest.register_fake
+@torch.library.register_fake("megatron::find_largest")
 def _(x: Tensor, by_row: bool) -> Tensor:
     return x.new_empty(_shape_scales(x, by_row), dtype=torch.float32)
 
 
-@_round_rows.register_fake
+@torch.library.register_fake("megatron::round_complete_rows")
 def _(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
     return _make_rounded(x, True, dtype)
 
 
-@_round_tiles.register_fake
+@torch.library.register_fake("megatron::round_tiles")
 def _(
     x: Tensor, largest: Tensor, whole: Tensor, dtype: torch.dtype, rows: bool, columns: bool
 ) -> list[Tensor]:

@@ -10,8 +10,10 @@ and the gradient is rounded once.
 import torch
 from torch import Tensor
 
+from megatron.parallel.operators import make_operator
 
-@torch.library.custom_op("megatron::reduce_logits", mutates_args=())
+
+@make_operator("reduce_logits")
 def _reduce(
     logits: Tensor, real: int, local: Tensor, holds_target: Tensor, find_hits: bool
 ) -> Tensor:
@@ -43,7 +45,7 @@ def _make_results(logits: Tensor, find_hits: bool) -> Tensor:
     return logits.new_empty((3 + find_hits, logits.shape[0]), dtype=torch.float32)
 
 
-@_reduce.register_fake
+@torch.library.register_fake("megatron::reduce_logits")
 def _(logits: Tensor, real: int, local: Tensor, holds_target: Tensor, find_hits: bool) -> Tensor:
     return _make_results(logits, find_hits)
 

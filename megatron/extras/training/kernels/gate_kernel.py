@@ -64,6 +64,41 @@ def _backward(
     tl.store(grad_up + index, (d * value).to(dtype), mask=present)
 
 
+@triton.jit
+def _square(x, out, size, block: tl.constexpr):
+    """Write the square of the positive part."""
+    index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    present = index < size
+    value = tl.load(x + index, mask=present, other=0.0).to(tl.float32)
+    # NaN stays NaN, as in PyTorch.
+    value = tl.where(value < 0, 0.0, value)
+    tl.store(out + index, (value * value).to(out.dtype.element_ty), mask=present)
+
+
+@triton.jit
+def _square_backward(grad, x, out, size, block: tl.constexpr):
+    """Write the gradient of the square of the positive part."""
+    index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    present = index < size
+    dtype = out.dtype.element_ty
+    slope = tl.load(grad + index, mask=present, other=0.0).to(tl.float32)
+    value = tl.load(x + index, mask=present, other=0.0).to(tl.float32)
+    slope *= (value + value).to(dtype).to(tl.float32)
+    tl.store(out + index, tl.where(value <= 0, 0.0, slope).to(dtype), mask=present)
+
+
+def launch_square(x: Tensor, out: Tensor) -> None:
+    """Write the square of the positive part of `x`. Both tensors are contiguous."""
+    size = out.numel()
+    _square[(triton.cdiv(size, _BLOCK),)](x, out, size, _BLOCK)
+
+
+def launch_square_backward(grad: Tensor, x: Tensor, out: Tensor) -> None:
+    """Write the gradient of `x`. All tensors are contiguous."""
+    size = out.numel()
+    _square_backward[(triton.cdiv(size, _BLOCK),)](grad, x, out, size, _BLOCK)
+
+
 def launch_forward(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
     """Write activation(gate) * up. All tensors are contiguous."""
     size = out.numel()

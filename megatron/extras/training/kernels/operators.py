@@ -8,10 +8,10 @@ from megatron.config.kernels import KernelsConfig
 from megatron.extras.training.kernels.adamw import KernelAdamW
 from megatron.extras.training.kernels.cross_entropy import CrossEntropyKernels
 from megatron.extras.training.kernels.dropout import drop
-from megatron.extras.training.kernels.gate import apply_gate
+from megatron.extras.training.kernels.gate import apply_gate, square_relu
+from megatron.extras.training.kernels.head_norm import divide_projection
 from megatron.extras.training.kernels.kind import find_kernel_obstacle
 from megatron.extras.training.kernels.residual_norm import add_and_normalise
-from megatron.extras.training.kernels.rotary import rotate, rotate_projection
 from megatron.model.fused_operators import FusedOperators
 
 
@@ -52,9 +52,9 @@ def build_operators(config: KernelsConfig, *, has_dropout: bool = False) -> Fuse
     """
     operators = FusedOperators(drop=drop if has_dropout else None)
     if config.rope_fusion:
-        operators = replace(operators, rotate=rotate, rotate_projection=rotate_projection)
+        operators = replace(operators, rotate_projection=divide_projection)
     if config.bias_swiglu_fusion:
-        operators = replace(operators, apply_gate=apply_gate)
+        operators = replace(operators, apply_gate=apply_gate, square_relu=square_relu)
     if config.residual_norm_fusion:
         operators = replace(operators, add_and_normalise=add_and_normalise)
     if config.cross_entropy_loss_fusion:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from megatron.model.norm import LayerNorm, RMSNorm
+from megatron.parallel.operators import make_operator
 
 
-@torch.library.custom_op("megatron::add_and_normalise", mutates_args=())
+@make_operator("add_and_normalise")
 def _add(
     x: Tensor,
     branch: Tensor | None,
@@ -38,7 +39,7 @@ def _add(
     return results
 
 
-@torch.library.custom_op("megatron::add_and_normalise_backward", mutates_args=())
+@make_operator("add_and_normalise_backward")
 def _differentiate(
     grad_total: Tensor,
     grad_out: Tensor,
@@ -83,7 +84,7 @@ def _make_gradients(total: Tensor, weight: Tensor, has_bias: bool) -> tuple[Tens
     return grad, weight.new_empty((1 + has_bias, len(weight)))
 
 
-@_add.register_fake
+@torch.library.register_fake("megatron::add_and_normalise")
 def _(
     x: Tensor,
     branch: Tensor | None,
@@ -95,7 +96,7 @@ def _(
     return _make_results(x, branch, centred)
 
 
-@_differentiate.register_fake
+@torch.library.register_fake("megatron::add_and_normalise_backward")
 def _(
     grad_total: Tensor,
     grad_out: Tensor,

@@ -209,9 +209,19 @@ def launch_backward(
         block,
         num_warps=warps,
     )
-    size = grad_vectors.numel()
+    add_parts(parts, grad_vectors)
+
+
+def add_parts(parts: Tensor, out: Tensor) -> None:
+    """Write the sum of the parts of all programs.
+
+    Args:
+        parts: [programs, vectors, h] in fp32, contiguous.
+        out: [vectors, h], contiguous.
+    """
+    size = out.numel()
     _add_parts[(triton.cdiv(size, _SUMMED_COLUMNS),)](
-        parts, grad_vectors, programs, size, _SUMMED_ROWS, _SUMMED_COLUMNS
+        parts, out, len(parts), size, _SUMMED_ROWS, _SUMMED_COLUMNS
     )
 
 

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.parallel.operators import make_operator
 
-@torch.library.custom_op("megatron::rotate_heads", mutates_args=())
+
+@make_operator("rotate_heads")
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sizes: list[int]) -> list[Tensor]:
     """Divide [s, b, g, sum of sizes, d] into parts [s, b, g, size, d]. Rotate the first two."""
     from megatron.extras.training.kernels.rotary_kernel import launch
@@ -25,7 +27,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sizes: list[int]) -> list[Tenso
     return parts
 
 
-@torch.library.custom_op("megatron::rotate_heads_backward", mutates_args=())
+@make_operator("rotate_heads_backward")
 def _rotate_back(grads: list[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
     """Return the gradient of the undivided heads, from those of the parts."""
     from megatron.extras.training.kernels.rotary_kernel import launch
@@ -52,12 +54,12 @@ def _align(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-@_rotate.register_fake
+@torch.library.register_fake("megatron::rotate_heads")
 def _(x: Tensor, cos: Tensor, sin: Tensor, sizes: list[int]) -> list[Tensor]:
     return _make_parts(x, sizes)
 
 
-@_rotate_back.register_fake
+@torch.library.register_fake("megatron::rotate_heads_backward")
 def _(grads: list[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
     return _make_whole(grads)
 
@@ -72,11 +74,11 @@ def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Tensor, None, None, None]:
     return _rotate_back(grads, cos, sin), None, None, None
 
 
-_rotate.register_autograd(_backward, setup_context=_save)
+torch.library.register_autograd("megatron::rotate_heads", _backward, setup_context=_save)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the rotary embedding to [s, b, g, n, d]. See `Rotate`."""
+    """Apply the rotary embedding to [s, b, g, n, d], as `megatron.model.positions.rotate`."""
     (rotated,) = _rotate(x, cos, sin, [x.shape[3]])
     return rotated
 

@@ -47,7 +47,8 @@ class LateEngine(NativeEngine):
     ) -> Callable[[], StepResult] | None:
         """Queue the work of a step. See `Engine.queue_batch`."""
         for stage in self.stages:
-            stage.train()
+            if not stage.training:
+                stage.train()
         self._prepare_step(iteration, len(microbatches))
         factor: float | Tensor = self._get_scale() / len(microbatches)
         if self._next_scale is not None:
@@ -60,8 +61,7 @@ class LateEngine(NativeEngine):
         with self._timers("optimizer"):
             if settings is not None:
                 read = self._queue_update(loss, settings, vote)
-            for stage in self.stages:
-                stage.zero_grad(set_to_none=True)
+            self._drop_gradients()
         return read
 
     def _queue_update(
@@ -90,8 +90,6 @@ class LateEngine(NativeEngine):
         decision = torch.stack((applied.double(), factor / scale))
         self._optimizer.step_if(decision, settings.lr, settings.decoupled_lr)
         self._refresh_model(copies=not self._optimizer.writes_copies)
-        for master in self._masters:
-            master.weight.grad = None
         if self._loss_scale is not None:
             after_applied, after_dropped = self._loss_scale.predict()
             # A step that was rejected or empty leaves the scale as it is.
