@@ -8,6 +8,7 @@ tensors keep their values.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.extras.training.cuda_graph.graph_recorder import RecordingError
+from megatron.parallel.rng import draw_mask_in_graph
 
 _READ_BY_HOST = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2")
 _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -79,7 +81,8 @@ class StandIn:
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         """Record a function. See `GraphRecorder.record`."""
         tape = Tape()
-        with tape:
+        # On a GPU, an operator computes the masks of dropout.
+        with mock.patch("megatron.model.dropout.draw_mask", draw_mask_in_graph), tape:
             run()
         self.tapes.append(tape)
 

@@ -265,12 +265,20 @@ def bake_factor(runner: Any, engine: Any) -> Any:
     return mock.patch.object(graphs, "_factor", graphs._factor.clone())
 
 
-def bake_divisor(runner: Any, engine: Any) -> Any:
-    """The divisor of the loss is that of the recording."""
-    graphs = runner._graphs
-    place = graphs._copied.index("loss_divisor")
+def bake_input(graphs: Any, name: str) -> Any:
+    place = graphs._copied.index(name)
     fixed = [each.clone() if n == place else each for n, each in enumerate(graphs._fixed)]
     return mock.patch.object(graphs, "_fixed", fixed)
+
+
+def bake_divisor(runner: Any, engine: Any) -> Any:
+    """The divisor of the loss is that of the recording."""
+    return bake_input(runner._graphs, "loss_divisor")
+
+
+def bake_masks(runner: Any, engine: Any) -> Any:
+    """The masks of dropout are those of the recording."""
+    return bake_input(runner._graphs, "dropout_key")
 
 
 def replace_gradients(runner: Any, engine: Any) -> Any:
@@ -294,10 +302,10 @@ def move_weights(runner: Any, engine: Any) -> Any:
     wanted = runner._graphs.wanted
     refresh = engine._refresh_model
 
-    def move() -> None:
+    def move(**options: bool) -> None:
         for parameter in engine.stages[0].parameters():
             parameter.data = parameter.data.clone()
-        refresh()
+        refresh(**options)
 
     patches = ExitStack()
     patches.enter_context(mock.patch.object(engine, "_refresh_model", move))
@@ -335,6 +343,7 @@ ERRORS: dict[Callable[..., Any], str] = {
     skip_labels: "",
     bake_factor: "",
     bake_divisor: SHAPES["goldfish"],
+    bake_masks: SHAPES["dropout"],
     replace_gradients: "",
     add_always: "",
     add_never: "",
