@@ -110,9 +110,10 @@ def clip_by_norm_of_own_stage() -> None:
 
     def make(reduce: Any) -> Any:
         def reduce_step(engine: Any, loss: Any, vote: Any) -> Any:
-            mean, _, *rest = reduce(engine, loss, vote)
+            terms = reduce(engine, loss, vote)
             own = [m.weight.grad for m in engine._list_counted()]
-            return mean, float(compute_squared_norm(own)), *rest
+            terms[1] = compute_squared_norm(own)
+            return terms
 
         return reduce_step
 
@@ -120,17 +121,15 @@ def clip_by_norm_of_own_stage() -> None:
 
 
 def miss_overflow_of_another_stage() -> None:
-    import math
-
     from megatron.engine.native import NativeEngine
     from megatron.engine.optimizer import compute_squared_norm
 
     def make(reduce: Any) -> Any:
         def reduce_step(engine: Any, loss: Any, vote: Any) -> Any:
-            mean, squares, *rest = reduce(engine, loss, vote)
-            if not math.isfinite(squares):
-                squares = float(compute_squared_norm([m.weight.grad for m in engine._masters]))
-            return mean, squares, *rest
+            terms = reduce(engine, loss, vote)
+            if not terms[1].isfinite():
+                terms[1] = compute_squared_norm([m.weight.grad for m in engine._masters])
+            return terms
 
         return reduce_step
 

@@ -116,15 +116,23 @@ def omit_other_experts_in_norm() -> AbstractContextManager[Any]:
 
 
 def keep_norm_of_own_stage() -> AbstractContextManager[Any]:
+    from types import SimpleNamespace
+
     from megatron.engine.native import NativeEngine
 
     def make(add: Any) -> Any:
-        return lambda engine, values: [
-            values.tolist()[number] if number == 1 else value
-            for number, value in enumerate(add(engine, values.clone()))
-        ]
+        def add_others(engine: Any, values: Any) -> Any:
+            added = add(engine, values.clone())
 
-    return _wrap(NativeEngine, "_sum_over_ranks", make)
+            def read() -> list[float]:
+                own = values.tolist()[1]
+                return [own if at == 1 else each for at, each in enumerate(added.tolist())]
+
+            return SimpleNamespace(tolist=read)
+
+        return add_others
+
+    return _wrap(NativeEngine, "_add_over_ranks", make)
 
 
 def keep_own_part_of_vocabulary() -> AbstractContextManager[Any]:

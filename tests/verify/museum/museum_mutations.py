@@ -34,13 +34,13 @@ def leave_tied_copy_unclipped() -> None:
 
     def make(reduce: Any) -> Any:
         def reduce_step(engine: Any, loss: Any, vote: Any) -> Any:
-            mean, squares, *rest = reduce(engine, loss, vote)
+            terms = reduce(engine, loss, vote)
             # The later division by the norm is undone.
-            factor = (squares**0.5 + 1e-6) / engine._clip
+            factor = (float(terms[1]) ** 0.5 + 1e-6) / engine._clip
             for master in engine._masters:
                 if master.spec.copy_of is not None and factor > 1:
                     master.weight.grad.mul_(factor)
-            return mean, squares, *rest
+            return terms
 
         return reduce_step
 
