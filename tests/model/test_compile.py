@@ -232,6 +232,15 @@ def test_twelve_layers_share_their_graphs(dropout: float, graphs: int) -> None:
 
 
 @pytest.mark.usefixtures("tracing")
+def test_dropout_has_the_same_masks_in_a_graph() -> None:
+    eager, compiled = pair(hidden_dropout=0.2, attention_dropout=0.2)
+    for number in (1, 2):
+        torch.testing.assert_close(
+            step(compiled, number), step(eager, number), rtol=1e-5, atol=1e-6
+        )
+
+
+@pytest.mark.usefixtures("tracing")
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_a_curriculum_needs_no_graph_for_each_length(shape: str) -> None:
     eager, compiled = pair(shape, dynamic=True)
