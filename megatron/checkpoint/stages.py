@@ -231,7 +231,7 @@ class SaveStages:
             written = write_shard_file(folder, self._rank, save.shards, tensors)
             # The file is complete, so the tensors may change during an upload.
             save.copied.set()
-            self._store.upload(folder, written.file)
+            self._store.upload(folder, written.file, written.digest.xxh128)
             return written
         finally:
             # Also after a failure. Otherwise `wait_for_copy` would block the training loop forever.

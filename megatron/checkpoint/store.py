@@ -47,11 +47,11 @@ class Store:
         """
         return folder
 
-    def upload(self, staged: Path, name: str) -> None:
-        """Store the tensor file of this rank, which is complete.
+    def upload(self, staged: Path, name: str, xxh128: str) -> None:
+        """Store the tensor file of this rank, which is complete and has this digest.
 
         Raises:
-            OSError: It cannot be stored.
+            OSError: It cannot be stored, or it has changed since it was written.
         """
 
     def complete(self, folder: Path, manifest: Manifest) -> None:

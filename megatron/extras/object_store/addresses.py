@@ -7,8 +7,7 @@ rank loads, all weights for a conversion, or complete files for a verification.
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron.base.errors import CheckpointError
@@ -18,7 +17,6 @@ from megatron.checkpoint.folder import parse_iteration
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.manifest import INDEX, MANIFEST
-from megatron.config.model import ModelConfig
 from megatron.extras.object_store.mirror import MARKER, Mirror
 from megatron.extras.object_store.objects import (
     PART,
@@ -26,10 +24,9 @@ from megatron.extras.object_store.objects import (
     find_address,
     raise_as_checkpoint_error,
 )
-from megatron.extras.object_store.ranges import fetch_blocks, fetch_index, fetch_shards, name_damage
+from megatron.extras.object_store.ranges import FetchedCheckpoint, fetch_blocks, fetch_index
 from megatron.extras.object_store.root_object import RootObject
 from megatron.extras.object_store.store_lease import StoreLease
-from megatron.parallel.shard import TensorShard
 
 
 class CheckpointSource:
@@ -68,9 +65,7 @@ class CheckpointSource:
             return checkpoint
         objects = _find_objects(checkpoint.folder)
         fetch_index(objects, checkpoint, checkpoint.folder)
-        # `replace` would keep the class of the checkpoint.
-        values = {field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)}
-        return FetchedCheckpoint(**values)
+        return FetchedCheckpoint.of(checkpoint, objects, checkpoint.folder)
 
     def fetch_weights(self, checkpoint: Checkpoint) -> None:
         """Download all weights of a checkpoint, without the states of the optimizer.
@@ -103,24 +98,6 @@ class CheckpointSource:
             for name, size in objects.list().items():
                 if name == INDEX or (complete and name != MANIFEST):
                     download_object(objects, name, size, folder / name)
-
-
-@dataclass(frozen=True)
-class FetchedCheckpoint(Checkpoint):
-    """A checkpoint in a mirror."""
-
-    def load_into(
-        self,
-        shards: Sequence[TensorShard],
-        model: ModelConfig | None = None,
-        *,
-        finetune: bool = False,
-    ) -> int:
-        """Download the blocks that these shards need, and load them. See `Checkpoint`."""
-        objects = _find_objects(self.folder)
-        with name_damage(objects):
-            fetch_shards(objects, self, shards, self.folder)
-            return super().load_into(shards, model, finetune=finetune)
 
 
 @contextlib.contextmanager
@@ -197,11 +174,9 @@ def download_object(objects: ObjectFolder, name: str, size: int, path: Path) -> 
         OSError: It cannot be read or written.
     """
     with open(path, "wb") as file:
-        # A few parts at a time, because a file may be larger than the memory.
-        for at in range(0, size, 8 * PART):
-            begins = range(at, min(at + 8 * PART, size), PART)
-            for body in objects.run_parallel(lambda x: objects.read(name, x, x + PART), begins):
-                file.write(body)
+        begins = range(0, size, PART)
+        for body in objects.run_parallel(lambda x: objects.read(name, x, x + PART), begins):
+            file.write(body)
 
 
 def _find_objects(folder: Path) -> ObjectFolder:
