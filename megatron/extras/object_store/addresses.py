@@ -10,13 +10,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron.base.errors import CheckpointError
+from megatron.base.errors import CheckpointError, MegatronError
 from megatron.base.outside_file import POINTER_BYTES, load_text
 from megatron.base.plain_text import print_to_stderr
 from megatron.checkpoint.folder import parse_iteration
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.load import Checkpoint
-from megatron.checkpoint.manifest import INDEX, MANIFEST
+from megatron.checkpoint.manifest import INDEX, is_plain_name
 from megatron.extras.object_store.mirror import MARKER, Mirror
 from megatron.extras.object_store.objects import (
     PART,
@@ -37,7 +37,7 @@ class CheckpointSource:
 
         Args:
             folder: Folder of a run or of a checkpoint.
-            address: What it mirrors. None if it is no mirror.
+            address: Address of the run that it mirrors. None if it is no mirror.
             root: Folder of the run, if `folder` is that of a checkpoint in a mirror.
         """
         self.folder = folder
@@ -50,10 +50,10 @@ class CheckpointSource:
         return self._address is not None
 
     def show(self, text: str) -> str:
-        """Return a text that names the address, and not its mirror."""
+        """Return a text that names the address of the run, and not its mirror."""
         if self._address is None:
             return text
-        return text.replace(str(self.folder), self._address)
+        return text.replace(str(self.root), self._address)
 
     def open(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return a checkpoint that downloads what its `load_into` needs.
@@ -96,7 +96,9 @@ class CheckpointSource:
         objects = _find_objects(folder)
         with raise_as_checkpoint_error():
             for name, size in objects.list().items():
-                if name == INDEX or (complete and name != MANIFEST):
+                # Somebody may have copied other files there, also a marker.
+                is_other = not is_plain_name(name) or name == MARKER
+                if name == INDEX or (complete and not is_other):
                     download_object(objects, name, size, folder / name)
 
 
@@ -132,7 +134,13 @@ def open_source(path: str | os.PathLike[str]) -> Iterator[CheckpointSource]:
                     f"{run} has no checkpoint; give the --save address of a run that has saved"
                 )
             Mirror(objects, root).pull(record, print_to_stderr)
-        yield CheckpointSource(root / last if is_checkpoint else root, address, root)
+        source = CheckpointSource(root / last if is_checkpoint else root, run, root)
+        try:
+            yield source
+        except MegatronError as error:
+            # The temporary folder means nothing to people.
+            error.args = (source.show(str(error)),)
+            raise
 
 
 @contextlib.contextmanager

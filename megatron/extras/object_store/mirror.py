@@ -40,7 +40,7 @@ RECORDS = "local/"
 """What the keys of the files of a local folder begin with."""
 STAGING = "staging"
 _RECORD = re.compile(
-    r"[^/]+\.jsonl|predicted_loss\.json|verification\.json|tracker-[^/]+\.json"
+    r"[^/]+\.jsonl|chronicles\.md|predicted_loss\.json|verification\.json|tracker-[^/]+\.json"
     r"|(hangs|profile|wandb)/.+|rolled-back/[^/]+/(tensorboard/)?[^/]+"
     r"|(?!global_step|loaded-|staging/|rolled-back/)(.*/)?(events\.out\.tfevents\.[^/]+|emissions\.csv)"
 )
