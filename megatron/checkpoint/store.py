@@ -77,6 +77,13 @@ class Store:
         """Return whether the store names the checkpoint of an iteration as the newest one."""
         return True
 
+    def publish_rollback(self) -> None:
+        """Make visible at once what a rollback has recorded or changed. All ranks call it.
+
+        Raises:
+            CheckpointError: Another run has become the writer.
+        """
+
     def clean_up(self, removed: Sequence[int]) -> list[str]:
         """Remove checkpoints that were removed from the folder. Return warnings.
 

@@ -19,7 +19,7 @@ THROTTLING = {
     **{code: status for status, codes in _CODES.items() for code in codes.split()},
     **{f"Unknown{status}": status for status in (408, 429, 499, 500, 502, 503, 504, 509, 520)},
 }
-"""Codes of AWS, MinIO and R2, and states without a known code, after which a request is repeated."""
+"""Codes of AWS, MinIO and R2, and states without a known code, that are temporary."""
 _FINAL = {"ExpiredToken": 400, "BadRequest": 400, "AccessDenied": 403, "RequestTimeTooSkewed": 403}
 _STATUS = {**THROTTLING, **_FINAL, "InternalError": 500, "NotImplemented": 501}
 

@@ -9,6 +9,7 @@ Each folder of a checkpoint has a file that says which objects are its own. A re
 Invariant: `pull` removes only folders that have this file.
 """
 
+import contextlib
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -38,6 +39,8 @@ WRITER_FILE = "last_writer"
 """File with the address and the generation of the last writer that used a local folder."""
 RECORDS = "local/"
 """What the keys of the files of a local folder begin with."""
+DECISIONS = "interventions.jsonl"
+"""File of the spike guard's decisions, which a start needs before it takes the lease."""
 STAGING = "staging"
 _RECORD = re.compile(
     r"[^/]+\.jsonl|chronicles\.md|predicted_loss\.json|verification\.json|tracker-[^/]+\.json"
@@ -78,6 +81,10 @@ class Mirror:
         """
         self.root.mkdir(parents=True, exist_ok=True)
         self._refuse_foreign_folder()
+        if not self._is_last_writer(record.generation) or self._read(LATEST) != record.latest:
+            # A rollback may have been decided on another host, or done here and not made visible.
+            with contextlib.suppress(FileNotFoundError):
+                self._download(RECORDS + DECISIONS, self.root / DECISIONS)
         for name, keys in self._list_mirrored().items():
             # Another run has removed or renamed it, or it is left from a save that was killed.
             if record.folders.get(name) != keys:
@@ -152,12 +159,17 @@ class Mirror:
 
     def _is_own(self) -> bool:
         """Return whether the folder belongs to this address, whatever its checkpoints say."""
-        path = self.root / WRITER_FILE
         # The name of a folder that is only loaded from has the digest of the address.
-        if self.root.name.startswith("loaded-"):
-            return True
-        text = load_text(path, POINTER_BYTES, decoding="replace") if path.is_file() else ""
-        return text.startswith(f"{self.objects.address} ")
+        is_loaded = self.root.name.startswith("loaded-")
+        return is_loaded or self._read_writer().startswith(f"{self.objects.address} ")
+
+    def _is_last_writer(self, generation: int) -> bool:
+        """Return whether the writer with this generation has used this folder."""
+        return self._read_writer() == f"{self.objects.address} {generation}\n"
+
+    def _read_writer(self) -> str:
+        path = self.root / WRITER_FILE
+        return load_text(path, POINTER_BYTES, decoding="replace") if path.is_file() else ""
 
     def make_placeholder(self, path: Path, size: int) -> None:
         """Give a file its size without its content, which takes no space on the disk."""
@@ -200,13 +212,8 @@ class Mirror:
         Raises:
             OSError: One cannot be read or written.
         """
-        path = self.root / WRITER_FILE
-        last = f"{self.objects.address} {generation}\n"
-        is_last_writer = (
-            path.is_file() and load_text(path, POINTER_BYTES, decoding="replace") == last
-        )
         foreign = []
-        for key in () if is_last_writer else self.objects.list(RECORDS):
+        for key in () if self._is_last_writer(generation) else self.objects.list(RECORDS):
             name = key.removeprefix(RECORDS)
             if _RECORD.fullmatch(name) and all(is_plain_name(part) for part in name.split("/")):
                 self._download(key, self.root / name)
@@ -217,7 +224,7 @@ class Mirror:
                 f"warning: {self.objects.name(foreign[0])!a} is no record of a run. It and "
                 f"{len(foreign) - 1} other objects there are left out"
             )
-        replace_file(path, f"{self.objects.address} {writer}\n")
+        replace_file(self.root / WRITER_FILE, f"{self.objects.address} {writer}\n")
 
     def _refuse_foreign_folder(self) -> None:
         """Raise CheckpointError if the folder has checkpoints that are not of this address."""
@@ -288,7 +295,7 @@ class Mirror:
 
     def _read(self, name: str) -> str | None:
         try:
-            return load_text(self.root / name)
+            return load_text(self.root / name, decoding="replace")
         except FileNotFoundError:
             return None
 

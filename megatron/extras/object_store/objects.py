@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.base.outside_file import RECORD_BYTES, load_bytes, open_regular
 from megatron.checkpoint.digest import Digester
-from megatron.config.url import find_address_mistake, is_url, redact
+from megatron.config.url import find_address_mistake, has_secret, is_url, redact
 
 PATIENCE_SECONDS = 60.0
 """How long a request is repeated. A save that fails is tried again later."""
@@ -97,6 +97,14 @@ class ObjectFolder:
             raise ConfigError(
                 f"{address} needs the package s3fs. Install it: pip install 'megatron-3d[s3]'"
             )
+        for variable in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+            url = os.environ.get(variable, "")
+            if has_secret(url):
+                raise ConfigError(
+                    f"{variable} is {redact(url)}. It must have no user, password or query, which "
+                    "the client cannot use. Give credentials in AWS_ACCESS_KEY_ID and "
+                    "AWS_SECRET_ACCESS_KEY, or in ~/.aws"
+                )
         self.address = address.rstrip("/")
         self._bucket, _, path = self.address.partition("://")[2].partition("/")
         # With the slash, the objects of s3://bucket/run do not include those of run2.

@@ -259,6 +259,23 @@ class ObjectStore(LoadedStore):
         """See `Store`."""
         return self._root.record.latest == f"global_step{iteration}"
 
+    def publish_rollback(self) -> None:
+        """See `Store`. A store that fails does not end the run: the next save tries again."""
+
+        def publish() -> None:
+            try:
+                record = self._mirror.collect(self._root.record)
+                # The decision alone changes no pointer.
+                if record != self._root.record:
+                    self._root.publish(record)
+                # Last, because these records say that the rollback is completed.
+                self._mirror.push_records()
+            except OSError as error:
+                self._ranks.log(f"warning: the rollback is not visible yet: {error}")
+
+        self._ranks.call_on_rank_0(publish, "publishing a rollback", self._ranks.log)
+        self._share_names()
+
     def clean_up(self, removed: Sequence[int]) -> list[str]:
         """See `Store`. It also uploads the records of the run."""
         names = {f"global_step{iteration}" for iteration in removed}
