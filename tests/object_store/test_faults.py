@@ -36,8 +36,8 @@ def check_visible(stored: Stored, at_least: int) -> int:
     import xxhash
 
     root = stored.root
-    for name in root["folders"]:
-        files = stored.files(int(name.removeprefix("global_step")))
+    for name, keys in root["folders"].items():
+        files = stored.read_files(f"{keys}/")
         for file, facts in json.loads(files["manifest.json"])["files"].items():
             assert xxhash.xxh3_128_hexdigest(files[file]) == facts["xxh128"], (name, file)
     latest = int((root["latest"] or "global_step0").removeprefix("global_step"))
