@@ -37,8 +37,9 @@ def check_addresses(settings: ConfigWithOrigin) -> Iterator[Finding]:
         )
     if found and checkpoint.hf_export_interval is not None and is_url(checkpoint.save or ""):
         yield error(
-            f"{settings.describe('checkpoint.hf_export_interval')} needs a folder for --save. "
-            "With an address, convert checkpoints with tools/convert_checkpoint.py."
+            f"{settings.describe('checkpoint.hf_export_interval')} needs a folder for --save, "
+            "because an export reads whole checkpoints from this host's disk. With an address, "
+            "use tools/convert_checkpoint.py on another machine."
         )
 
 
