@@ -146,6 +146,9 @@ def test_runs_that_share_a_staging_folder(address: str, tmp_path: Path) -> None:
         for run in runs:
             assert (run.store._claimed / "kept").is_file()
             assert run.save(iteration)
+    # A cleaner of temporary files removes a folder.
+    runs[0].store._claimed.rmdir()
+    assert runs[0].save(3)
     for run in runs:
         run.end()
     # What a killed process has left is removed, and what a living one has is not.
@@ -157,8 +160,8 @@ def test_runs_that_share_a_staging_folder(address: str, tmp_path: Path) -> None:
     late.end()
     assert not left.exists()
     assert runs[0].store._claimed.is_dir()
-    for name in "ab":
-        Stored(f"{address}-{name}").check(1, 2)
+    Stored(f"{address}-a").check(2, 3)
+    Stored(f"{address}-b").check(1, 2)
 
 
 @pytest.mark.parametrize("size", [1000, 200 << 10])

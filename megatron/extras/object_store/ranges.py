@@ -21,7 +21,7 @@ from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.manifest import INDEX, TensorIndex, collect_digests, read_index
 from megatron.checkpoint.tensor_file import TensorReader, TensorSlice
 from megatron.config.model import ModelConfig
-from megatron.extras.object_store.objects import PART, ObjectFolder
+from megatron.extras.object_store.objects import PART, ObjectFolder, raise_as_checkpoint_error
 from megatron.parallel.shard import TensorShard
 
 Blocks = dict[str, set[int]]
@@ -83,7 +83,7 @@ class FetchedCheckpoint(Checkpoint):
         """
         for is_last in (False, True):
             try:
-                with name_damage(self.objects):
+                with raise_as_checkpoint_error(), name_damage(self.objects):
                     fetch_shards(self.objects, self, shards, self.folder)
                     return super().load_into(shards, model, finetune=finetune)
             except DamagedError as damage:

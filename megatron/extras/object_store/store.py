@@ -117,13 +117,13 @@ class LoadedStore(Store):
         keys = self._named[str(checkpoint.folder.parent)].get(name)
         if keys is None:
             raise DamagedError(f"{root.objects.name(KEY)} does not name {name}", MANIFEST)
+        with raise_as_checkpoint_error():
+            folder = self._empty_staging() / name
+            folder.mkdir()
         try:
-            with raise_as_checkpoint_error():
-                folder = self._empty_staging() / name
-                folder.mkdir()
             yield FetchedCheckpoint.of(checkpoint, root.objects.enter(keys), folder)
         finally:
-            shutil.rmtree(self._claimed / name, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
     @functools.cached_property
     def _claimed(self) -> Path:
@@ -156,6 +156,9 @@ class LoadedStore(Store):
 
     def _empty_staging(self) -> Path:
         """Return this process's staging folder without what an earlier save or load left."""
+        if not self._claimed.is_dir():
+            # A cleaner of temporary files has removed it, and with it the lock.
+            del self.__dict__["_claimed"]
         for path in self._claimed.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         return self._claimed
