@@ -233,6 +233,10 @@ class SaveStages:
             save.copied.set()
             self._store.upload(folder, written.file, written.digest.xxh128)
             return written
+        except OSError:
+            # The next attempt needs the space.
+            self._store.discard_staged()
+            raise
         finally:
             # Also after a failure. Otherwise `wait_for_copy` would block the training loop forever.
             save.copied.set()

@@ -47,6 +47,9 @@ class Store:
         """
         return folder
 
+    def discard_staged(self) -> None:
+        """Remove what this rank has put into its folder of a save that failed."""
+
     def upload(self, staged: Path, name: str, xxh128: str) -> None:
         """Store the tensor file of this rank, which is complete and has this digest.
 

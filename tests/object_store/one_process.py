@@ -137,7 +137,7 @@ class PlayedRun:
 
     def save(self, iteration: int) -> bool:
         """Save an iteration. Return whether the run calls it safe."""
-        state = TrainState(iteration=iteration).to_json()
+        state = TrainState(iteration=iteration, applied_steps=iteration).to_json()
         state["course"] = self.course
         contents = CheckpointContents(iteration, {}, state, CONFIG)
         self._saver.begin(contents, [make_shard(compute_tensor(iteration, self.course))])

@@ -121,5 +121,5 @@ def test_a_clock_that_is_an_hour_wrong(
         assert run.save(iteration)
         # The next host sees no renewal, whatever its clock shows.
         run.kill()
-    monkeypatch.undo()
+    monkeypatch.setattr(time, "time", original)
     assert Stored(address).root["latest"] == "global_step3"

@@ -236,6 +236,11 @@ class ObjectStore(LoadedStore):
         self._keys = f"{folder.name.removesuffix(UNFINISHED)}-{self._token}-{self._attempt}"
         return self._empty_staging()
 
+    def discard_staged(self) -> None:
+        """See `Store`."""
+        with contextlib.suppress(OSError):
+            self._empty_staging()
+
     def upload(self, staged: Path, name: str, xxh128: str) -> None:
         """See `Store`. The file is removed, also after an error."""
         try:
