@@ -45,7 +45,8 @@ STAGING = "staging"
 _RECORD = re.compile(
     r"[^/]+\.jsonl|chronicles\.md|predicted_loss\.json|verification\.json|tracker-[^/]+\.json"
     r"|(hangs|profile|wandb)/.+|rolled-back/[^/]+/(tensorboard/)?[^/]+"
-    r"|(?!global_step|loaded-|staging/|rolled-back/)(.*/)?(events\.out\.tfevents\.[^/]+|emissions\.csv)"
+    r"|(?!global_step|loaded-|staging/|rolled-back/)"
+    r"(.*/)?(events\.out\.tfevents\.[^/]+|emissions\.csv)"
 )
 """Paths of the records in a local folder, see docs/run_folder.md. Nothing else is uploaded there or
 downloaded, so that no pointer of a copied folder takes the place of `latest.json`."""

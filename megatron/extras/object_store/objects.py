@@ -60,7 +60,10 @@ _STALE = {"PreconditionFailed", "412"}
 _BEYOND = {"InvalidRange", "416"}
 _CLIENT = {"botocore", "aiobotocore", "aiohttp"}
 """Packages whose errors are those of a request."""
-_WRONG_INPUT = {"ParamValidationError", "NoRegionError", "UnknownRegionError", "ProfileNotFound"}
+_WRONG_INPUT = {
+    *("ParamValidationError", "NoRegionError", "UnknownRegionError", "ProfileNotFound"),
+    "EndpointResolutionError",
+}
 """Errors of the client about flags or settings, which come before the request."""
 Result = TypeVar("Result")
 
