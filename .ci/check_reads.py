@@ -50,6 +50,7 @@ ALLOWED = {
     "megatron/extras/interop/convert/unpickle.py": ("torch.load", "zipfile.is_zipfile", _CHECKED),
     "megatron/extras/interop/convert/writing.py": ("os.open", "opens a folder"),
     "megatron/extras/interop/inspection/verification.py": ("safe_open", _CHECKED),
+    "megatron/extras/object_store/store.py": ("os.open", "opens a folder"),
     "megatron/extras/operations/chronicle/page.py": ("read_text", _OWN),
     "megatron/extras/operations/hub/inside.py": ("os.open", "opens a folder"),
     "megatron/extras/operations/rollback/cutting.py": ("filecmp.cmp", _OWN),

@@ -39,6 +39,7 @@ from megatron.checkpoint.lineage import (
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.store import NO_STORE, Store
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.url import is_url
 
 
 @dataclass(frozen=True)
@@ -158,10 +159,13 @@ class Publisher:
             if not self._is_in_place(manifest):
                 raise
             if not self._is_pointed_to(iteration):
+                by_hand = f". You can also write global_step{iteration} there by hand"
+                where = str(self._root / LATEST)
+                if is_url(save := self._config.save or ""):
+                    by_hand, where = "", save
                 raise OSError(
-                    f"{error}; global_step{iteration} is complete and stays, but "
-                    f"{self._root / LATEST} does not name it. The next attempt first moves the "
-                    f"pointers to it. You can also write global_step{iteration} there by hand"
+                    f"{error}; global_step{iteration} is complete and stays, but {where} does not "
+                    f"name it. The next attempt first moves the pointers to it{by_hand}"
                 ) from error
             return str(error)
         return None

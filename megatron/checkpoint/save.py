@@ -91,6 +91,8 @@ class Saver:
         self._store = store
         self._root = root
         self._config = config or CheckpointConfig()
+        self._place = self._config.save or root
+        """Where people look for the checkpoints: the folder, or the address."""
         self._ranks = ranks or Ranks()
         self._lease = lease
         self._log = log
@@ -444,7 +446,7 @@ class Saver:
             CheckpointError: If no further failure in a row is allowed.
         """
         head = (
-            f"saving iteration {iteration} to {self._root} failed "
+            f"saving iteration {iteration} to {self._place} failed "
             f"({self._policy.failures} of {self._config.max_save_failures} in a row):"
         )
         problem = "\n  ".join([head, *failures])
@@ -480,7 +482,7 @@ class Saver:
         raise TrainingError(
             f"after iteration {contents.iteration}, the state of this run holds numbers that are "
             "not finite:\n  " + "\n  ".join(found) + "\nAll further steps would be wrong. So the "
-            f"run ends, and no checkpoint of this state is written to {self._root}. Older "
+            f"run ends, and no checkpoint of this state is written to {self._place}. Older "
             f"checkpoints are untouched, the newest: {self._newest()}. Start again with the same "
             "command to resume from it. If it happens again, skip the data with "
             "--skip-train-iteration-range or lower --lr"

@@ -231,8 +231,12 @@ class SaveStages:
             written = write_shard_file(folder, self._rank, save.shards, tensors)
             # The file is complete, so the tensors may change during an upload.
             save.copied.set()
-            self._store.upload(folder, written.file)
+            self._store.upload(folder, written.file, written.digest.xxh128)
             return written
+        except OSError:
+            # The next attempt needs the space.
+            self._store.discard_staged()
+            raise
         finally:
             # Also after a failure. Otherwise `wait_for_copy` would block the training loop forever.
             save.copied.set()

@@ -47,11 +47,14 @@ class Store:
         """
         return folder
 
-    def upload(self, staged: Path, name: str) -> None:
-        """Store the tensor file of this rank, which is complete.
+    def discard_staged(self) -> None:
+        """Remove what this rank has put into its folder of a save that failed."""
+
+    def upload(self, staged: Path, name: str, xxh128: str) -> None:
+        """Store the tensor file of this rank, which is complete and has this digest.
 
         Raises:
-            OSError: It cannot be stored.
+            OSError: It cannot be stored, or it has changed since it was written.
         """
 
     def complete(self, folder: Path, manifest: Manifest) -> None:
@@ -76,6 +79,13 @@ class Store:
     def has_published(self, iteration: int) -> bool:
         """Return whether the store names the checkpoint of an iteration as the newest one."""
         return True
+
+    def publish_rollback(self) -> None:
+        """Make visible at once what a rollback has recorded or changed. All ranks call it.
+
+        Raises:
+            CheckpointError: Another run has become the writer.
+        """
 
     def clean_up(self, removed: Sequence[int]) -> list[str]:
         """Remove checkpoints that were removed from the folder. Return warnings.

@@ -12,6 +12,11 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
+def is_address_without_slash(path: str) -> bool:
+    """Return whether a path is an address that lacks a slash, as s3:/bucket/run."""
+    return re.match(r"s3:/?(?!/)", path) is not None
+
+
 def has_secret(url: str) -> bool:
     """Return whether a URL has a user, a password or a query."""
     return redact(url) != url
@@ -32,6 +37,10 @@ def find_address_mistake(address: str) -> str | None:
         )
     if not rest or any(part in ("", ".", "..") for part in rest.rstrip("/").split("/")):
         return "must be s3://bucket/run, with the name of a bucket"
+    bucket = rest.partition("/")[0]
+    # The rule of the client. A name that it refuses is no matter of the network.
+    if re.fullmatch(r"[A-Za-z0-9._-]{1,255}", bucket) is None:
+        return f"has {bucket!r} as bucket, whose name may have letters, digits, '.', '_' and '-'"
     return None
 
 

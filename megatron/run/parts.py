@@ -108,12 +108,16 @@ class GuardKind:
         """Return the guard of a run."""
         return Guard()
 
-    def finish_interrupted_rollback(self, config: Config, ranks: Ranks, log: Printer) -> None:
+    def finish_interrupted_rollback(self, config: Config, ranks: Ranks, log: Printer) -> bool:
         """Complete a rollback that an earlier launch did not finish. All ranks call it.
+
+        Returns:
+            Whether there was one.
 
         Raises:
             MegatronError: On every rank. The folder cannot be rolled back.
         """
+        return False
 
     def add_windows(
         self, plan: Plan, state: TrainState, checkpoint: Checkpoint

@@ -84,7 +84,8 @@ def pretrain(launch: Launch, closing: ExitStack | None = None) -> bool:
         store.open()
         guards = parts.load_guard()
         # First, because no run starts from a folder that is half rolled back.
-        guards.finish_interrupted_rollback(config, ranks, ranks.log)
+        if guards.finish_interrupted_rollback(config, ranks, ranks.log):
+            store.open()
         # Mistakes are reported here, before this run touches its folder or waits for the lease.
         job = agree_on_job(launch, ranks)
         tasks = parts.prepare_tasks(job.plan, ranks, ranks.log)
@@ -113,12 +114,15 @@ def pretrain(launch: Launch, closing: ExitStack | None = None) -> bool:
             # The watchdog grants this start as much time as the first one.
             mesh.progress.begin_start()
             rollback = run.rollback
+            # If this host is lost now, another one completes the rollback.
+            store.publish_rollback()
             # The next pass needs as much memory as this one. Reference cycles would keep the memory
             # of this one allocated.
             del run
             mesh.ranks.work(opened.close, "closing the files", ranks.log)
             gc.collect()
             guards.roll_back(rollback, job.plan, mesh, lease)
+            store.publish_rollback()
             # The early plan is that of a run from scratch.
             launch = replace(launch, early=None)
             job = agree_on_job(launch, ranks)

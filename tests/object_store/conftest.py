@@ -47,6 +47,15 @@ def proxy(moto_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyPro
 
 
 @pytest.fixture
+def one_client(proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all folders of this process share a client, because making one takes 0.1 s."""
+    from megatron.extras.object_store.objects import ObjectFolder
+
+    system = ObjectFolder("s3://bucket/any")._connect()
+    monkeypatch.setattr(ObjectFolder, "_connect", lambda self: system)
+
+
+@pytest.fixture
 def new_store_job(
     corpus: str, tmp_path: Path, proxy: FaultyProxy, address: str
 ) -> Iterator[NewStoreJob]:

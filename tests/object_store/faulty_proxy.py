@@ -10,7 +10,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 _ERROR = '<?xml version="1.0"?><Error><Code>{}</Code><Message>injected</Message></Error>'
-_STATUS = {"SlowDown": 503, "InternalError": 500, "ExpiredToken": 400, "AccessDenied": 403}
+_CODES = {
+    400: "Throttling ThrottlingException RequestLimitExceeded RequestThrottled",
+    429: "TooManyRequests",
+    503: "SlowDown SlowDownWrite SlowDownRead XMinioServerNotInitialized ServiceUnavailable",
+}
+THROTTLING = {
+    **{code: status for status, codes in _CODES.items() for code in codes.split()},
+    **{f"Unknown{status}": status for status in (408, 429, 499, 500, 502, 503, 504, 509, 520)},
+}
+"""Codes of AWS, MinIO and R2, and states without a known code, that are temporary."""
+_FINAL = {"ExpiredToken": 400, "BadRequest": 400, "AccessDenied": 403, "RequestTimeTooSkewed": 403}
+_STATUS = {**THROTTLING, **_FINAL, "InternalError": 500, "NotImplemented": 501}
 
 
 @dataclass

@@ -120,7 +120,9 @@ class Stored:
         return f"{self.root['folders'][f'global_step{iteration}']}/{name}"
 
     def files(self, iteration: int) -> dict[str, bytes]:
-        keys = self.key(iteration)
+        return self.read_files(self.key(iteration))
+
+    def read_files(self, keys: str) -> dict[str, bytes]:
         return {key.removeprefix(keys): self.objects.read(key) for key in self.objects.list(keys)}
 
     def check(self, *iterations: int) -> None:

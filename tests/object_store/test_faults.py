@@ -7,11 +7,14 @@ save has about thirty requests.
 import os
 import re
 import uuid
+from pathlib import Path
 
 import pytest
 from faults.launches import ERROR, Launch, loaded_line
 from object_store.faulty_proxy import Fault, FaultyProxy
 from object_store.jobs import NewStoreJob, Stored, StoreJob, saved_lines
+
+from megatron.observe.metrics import read_metrics
 
 SMALL_PARTS = {"megatron.extras.object_store.objects.PART": 256 << 10}
 KEEP = "--keep-latest-checkpoints 2"
@@ -36,8 +39,8 @@ def check_visible(stored: Stored, at_least: int) -> int:
     import xxhash
 
     root = stored.root
-    for name in root["folders"]:
-        files = stored.files(int(name.removeprefix("global_step")))
+    for name, keys in root["folders"].items():
+        files = stored.read_files(f"{keys}/")
         for file, facts in json.loads(files["manifest.json"])["files"].items():
             assert xxhash.xxh3_128_hexdigest(files[file]) == facts["xxh128"], (name, file)
     latest = int((root["latest"] or "global_step0").removeprefix("global_step"))
@@ -75,6 +78,43 @@ def test_kills_at_many_points_of_uploads(
     whole = new_store_job(flags, place=address + "-whole")
     whole.succeed()
     assert job.curve() == whole.curve()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("points", [6, 60])
+def test_kills_of_single_ranks_and_of_all_in_saves_and_loads(
+    points: int, new_store_job: NewStoreJob, proxy: FaultyProxy, address: str, tmp_path: Path
+) -> None:
+    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 2"
+    flags = f"--train-iters {points + 6} --save-interval 1 {KEEP} --async-save {layout}"
+    job = new_store_job(flags, 4)
+    stored = Stored(address)
+    saved = 0
+    for number in range(points):
+        # A start has about 20 requests and 4 for each rank that loads, a save about 20.
+        fault = proxy.add("hold" if number % 2 else "hold_reply", skip=8 + number * 37 % 90)
+        launch = job.launch()
+        wait_for_fault(launch, fault)
+        victims = list(range(4)) if number % 3 == 0 else [number % 4]
+        launch.kill(victims)
+        proxy.faults.clear()
+        fault.over.set()
+        # The others end by themselves.
+        assert all(launch.codes()), launch.all_output()
+        assert loaded_line(launch.output()) in (0, *range(saved, points + 6))
+        saved = check_visible(stored, max(saved_lines(launch.output()), default=saved))
+        # The next launch has other hosts in every second case.
+        job.hosts = f"hosts_{number % 2}"
+    job.succeed()
+    stored.check(points + 5, points + 6)
+    disk = new_store_job(flags, 4, str(tmp_path / "disk"))
+    disk.succeed()
+    whole = {
+        entry["iteration"]: (entry["lm_loss"], entry["grad_norm"])
+        for entry in read_metrics(tmp_path / "disk" / "metrics.jsonl")
+    }
+    assert job.curve().items() <= whole.items()
+    assert sorted(job.curve())[-1] == points + 6
 
 
 @pytest.mark.parametrize(

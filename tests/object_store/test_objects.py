@@ -6,7 +6,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from object_store.faulty_proxy import FaultyProxy
+from object_store.faulty_proxy import THROTTLING, FaultyProxy
 
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.extras.object_store import objects
@@ -166,6 +166,9 @@ def test_a_store_that_ignores_one_condition_is_refused(
         ("AccessDenied", "/x: the store refuses these credentials"),
         ("SlowDown", r"/x: no answer without an error within 1 s \(SlowDown\)"),
         ("cut", "/x: no answer without an error within 1 s"),
+        ("BadRequest", "/x: the store answers BadRequest"),
+        ("NotImplemented", "/x: the store answers NotImplemented"),
+        ("RequestTimeTooSkewed", "/x: the clock of this host is wrong"),
     ],
 )
 def test_errors_name_the_object_and_the_fix(
@@ -175,6 +178,58 @@ def test_errors_name_the_object_and_the_fix(
     with pytest.raises(OSError, match=message) as failure:
         ObjectFolder(address, patience=1).write("x", b"1")
     assert "a-secret" not in str(failure.value)
+
+
+def test_requests_are_repeated_after_each_code_of_a_throttle(
+    folder: ObjectFolder, proxy: FaultyProxy
+) -> None:
+    for number, code in enumerate(THROTTLING):
+        fault = proxy.add(code, "PUT", f"/x{number}", times=1)
+        folder.write(f"x{number}", code.encode())
+        assert fault.met.is_set(), code
+    assert len(folder.list("x")) == len(THROTTLING)
+
+
+@pytest.mark.parametrize("skip", range(4))
+def test_a_probe_whose_reply_is_lost_is_no_refusal(
+    folder: ObjectFolder, proxy: FaultyProxy, skip: int
+) -> None:
+    fault = proxy.add("lose", "PUT", "probe-", skip=skip, times=1)
+    folder.check_conditional_writes()
+    assert fault.met.is_set()
+
+
+def test_an_abort_whose_reply_is_lost_is_no_error(folder: ObjectFolder, proxy: FaultyProxy) -> None:
+    folder._request("create_multipart_upload", "f")
+    proxy.add("lose", "DELETE", "uploadId", times=1)
+    assert folder.abort_uploads(lambda key: True) == 1
+
+
+def test_the_password_of_an_endpoint_is_not_printed(
+    folder: ObjectFolder, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://me:hidden@127.0.0.1:9")
+    with pytest.raises(
+        ConfigError, match=r"AWS_ENDPOINT_URL is http://\*\*\*@127.0.0.1"
+    ) as failure:
+        ObjectFolder(address)
+    assert "hidden" not in str(failure.value)
+    # A folder that exists connects later, as with a setting in ~/.aws.
+    folder._patience = 0.1
+    with pytest.raises(OSError, match="/x: no answer") as late:
+        folder.write("x", b"1")
+    assert "hidden" not in str(late.value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:port")
+    with pytest.raises(OSError, match="/x: the client refuses this address or its settings"):
+        ObjectFolder(address).write("x", b"1")
+
+
+def test_wrong_settings_of_the_client_are_not_repeated(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "none")
+    with pytest.raises(OSError, match="the client refuses this address or its settings"):
+        ObjectFolder(address).write("x", b"1")
 
 
 def test_renewed_credentials_are_read_again(folder: ObjectFolder, proxy: FaultyProxy) -> None:
@@ -199,6 +254,7 @@ def test_a_bucket_that_does_not_exist() -> None:
         ("s3://bucket/../x", "with the name of a bucket"),
         ("s3://key:hidden@bucket/run", "must have no user, password or query"),
         ("s3://bucket/run?token=hidden", "must have no user, password or query"),
+        ("s3://my bucket/run", "has 'my bucket' as bucket, whose name may have letters"),
     ],
 )
 def test_wrong_addresses_are_refused(wrong: str, message: str) -> None:

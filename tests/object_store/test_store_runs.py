@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from object_store.jobs import NewStoreJob, Stored, saved_lines
 
+from megatron.observe.metrics import read_metrics
+
 LAYOUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 4"
 
 
@@ -64,3 +66,47 @@ def test_other_layouts_and_hosts_resume_and_bytes_equal_those_of_a_disk(
     assert f"successfully loaded checkpoint from {address} at iteration 4" in output
     stored.check(4, 6)
     assert "removed by --keep-latest-checkpoints: global_step2" in output
+
+
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2"
+HSDP = "--sharding-strategy hsdp --hsdp-shard-size 2"
+ONE = "--micro-batch-size 1"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("shared", "first", "second"),
+    [
+        # (flags of both, flags and ranks of the first launch, and of the second one)
+        (EXPERTS, (ONE, 4), (ONE, 2)),
+        ("", (f"{HSDP} {ONE}", 4), ("--zero-stage 1", 2)),
+        ("--deepspeed", (f"--zero-stage 2 {ONE}", 2), (ONE, 1)),
+        ("", (f"--deepspeed --zero-stage 3 {ONE}", 2), ("", 1)),
+    ],
+    ids=["experts", "hsdp", "deepspeed", "from deepspeed"],
+)
+def test_other_engines_and_numbers_of_hosts_have_the_curve_of_a_disk(
+    shared: str,
+    first: tuple[str, int],
+    second: tuple[str, int],
+    new_store_job: NewStoreJob,
+    address: str,
+    tmp_path: Path,
+) -> None:
+    flags = f"--save-interval 2 --keep-latest-checkpoints 2 {shared}"
+    curves = []
+    for place in (address, str(tmp_path / "disk")):
+        job = new_store_job(flags, place=place)
+        job.succeed(f"--exit-interval 4 {first[0]}", ranks=first[1])
+        job.hosts = "others"
+        job.succeed(f"--exit-interval 6 {second[0]}", ranks=second[1])
+        metrics = job.local if place == address else tmp_path / "disk"
+        curves.append(
+            {
+                entry["iteration"]: (entry["lm_loss"], entry["grad_norm"])
+                for entry in read_metrics(metrics / "metrics.jsonl")
+            }
+        )
+    assert sorted(curves[0]) == [1, 2, 3, 4, 5, 6]
+    assert curves[0] == curves[1]
+    Stored(address).check(4, 6)

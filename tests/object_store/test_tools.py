@@ -33,7 +33,14 @@ def test_inspection_and_rollback(
     assert overview["path"] == f"{address}/global_step6"
     assert overview["iteration"] == 6
     assert inspect_checkpoint.main([f"{address}/global_step4", "--verify"]) == 0
-    assert "megatron-mirror" not in capsys.readouterr().out
+    report = capsys.readouterr().out
+    assert "megatron-mirror" not in report
+    assert "stored_as" not in report
+    for wrong in ([address, "--iteration", "5"], [f"{address}/global_step5"]):
+        assert inspect_checkpoint.main(wrong) == 2
+        message = capsys.readouterr().err
+        assert "megatron-mirror" not in message
+        assert address in message
     folder = tmp_path / "copy"
     folder.mkdir()
     for name, content in stored.files(6).items():

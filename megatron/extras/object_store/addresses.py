@@ -7,18 +7,16 @@ rank loads, all weights for a conversion, or complete files for a verification.
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron.base.errors import CheckpointError
+from megatron.base.errors import CheckpointError, MegatronError
 from megatron.base.outside_file import POINTER_BYTES, load_text
 from megatron.base.plain_text import print_to_stderr
 from megatron.checkpoint.folder import parse_iteration
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.load import Checkpoint
-from megatron.checkpoint.manifest import INDEX, MANIFEST
-from megatron.config.model import ModelConfig
+from megatron.checkpoint.manifest import INDEX, is_plain_name
 from megatron.extras.object_store.mirror import MARKER, Mirror
 from megatron.extras.object_store.objects import (
     PART,
@@ -26,10 +24,9 @@ from megatron.extras.object_store.objects import (
     find_address,
     raise_as_checkpoint_error,
 )
-from megatron.extras.object_store.ranges import fetch_blocks, fetch_index, fetch_shards, name_damage
+from megatron.extras.object_store.ranges import FetchedCheckpoint, fetch_blocks, fetch_index
 from megatron.extras.object_store.root_object import RootObject
 from megatron.extras.object_store.store_lease import StoreLease
-from megatron.parallel.shard import TensorShard
 
 
 class CheckpointSource:
@@ -40,7 +37,7 @@ class CheckpointSource:
 
         Args:
             folder: Folder of a run or of a checkpoint.
-            address: What it mirrors. None if it is no mirror.
+            address: Address of the run that it mirrors. None if it is no mirror.
             root: Folder of the run, if `folder` is that of a checkpoint in a mirror.
         """
         self.folder = folder
@@ -53,10 +50,10 @@ class CheckpointSource:
         return self._address is not None
 
     def show(self, text: str) -> str:
-        """Return a text that names the address, and not its mirror."""
+        """Return a text that names the address of the run, and not its mirror."""
         if self._address is None:
             return text
-        return text.replace(str(self.folder), self._address)
+        return text.replace(str(self.root), self._address)
 
     def open(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return a checkpoint that downloads what its `load_into` needs.
@@ -68,9 +65,7 @@ class CheckpointSource:
             return checkpoint
         objects = _find_objects(checkpoint.folder)
         fetch_index(objects, checkpoint, checkpoint.folder)
-        # `replace` would keep the class of the checkpoint.
-        values = {field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)}
-        return FetchedCheckpoint(**values)
+        return FetchedCheckpoint.of(checkpoint, objects, checkpoint.folder)
 
     def fetch_weights(self, checkpoint: Checkpoint) -> None:
         """Download all weights of a checkpoint, without the states of the optimizer.
@@ -101,26 +96,10 @@ class CheckpointSource:
         objects = _find_objects(folder)
         with raise_as_checkpoint_error():
             for name, size in objects.list().items():
-                if name == INDEX or (complete and name != MANIFEST):
+                # Somebody may have copied other files there, also a marker.
+                is_other = not is_plain_name(name) or name == MARKER
+                if name == INDEX or (complete and not is_other):
                     download_object(objects, name, size, folder / name)
-
-
-@dataclass(frozen=True)
-class FetchedCheckpoint(Checkpoint):
-    """A checkpoint in a mirror."""
-
-    def load_into(
-        self,
-        shards: Sequence[TensorShard],
-        model: ModelConfig | None = None,
-        *,
-        finetune: bool = False,
-    ) -> int:
-        """Download the blocks that these shards need, and load them. See `Checkpoint`."""
-        objects = _find_objects(self.folder)
-        with name_damage(objects):
-            fetch_shards(objects, self, shards, self.folder)
-            return super().load_into(shards, model, finetune=finetune)
 
 
 @contextlib.contextmanager
@@ -155,7 +134,13 @@ def open_source(path: str | os.PathLike[str]) -> Iterator[CheckpointSource]:
                     f"{run} has no checkpoint; give the --save address of a run that has saved"
                 )
             Mirror(objects, root).pull(record, print_to_stderr)
-        yield CheckpointSource(root / last if is_checkpoint else root, address, root)
+        source = CheckpointSource(root / last if is_checkpoint else root, run, root)
+        try:
+            yield source
+        except MegatronError as error:
+            # The temporary folder means nothing to people.
+            error.args = (source.show(str(error)),)
+            raise
 
 
 @contextlib.contextmanager
@@ -197,11 +182,9 @@ def download_object(objects: ObjectFolder, name: str, size: int, path: Path) -> 
         OSError: It cannot be read or written.
     """
     with open(path, "wb") as file:
-        # A few parts at a time, because a file may be larger than the memory.
-        for at in range(0, size, 8 * PART):
-            begins = range(at, min(at + 8 * PART, size), PART)
-            for body in objects.run_parallel(lambda x: objects.read(name, x, x + PART), begins):
-                file.write(body)
+        begins = range(0, size, PART)
+        for body in objects.run_parallel(lambda x: objects.read(name, x, x + PART), begins):
+            file.write(body)
 
 
 def _find_objects(folder: Path) -> ObjectFolder:

@@ -9,11 +9,13 @@ Each folder of a checkpoint has a file that says which objects are its own. A re
 Invariant: `pull` removes only folders that have this file.
 """
 
+import contextlib
 import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron.base.durable import replace_file, replace_file_by
 from megatron.base.errors import CheckpointError, DamagedError
@@ -23,11 +25,9 @@ from megatron.checkpoint.folder import (
     LATEST,
     LATEST_ITERATION,
     REPLACED,
-    STARTED_MARKER,
     UNFINISHED,
     parse_iteration,
 )
-from megatron.checkpoint.lease import FILE as LEASE_FILE
 from megatron.checkpoint.lineage import LINEAGE_FILE, UNPUBLISHED_FILE
 from megatron.checkpoint.manifest import CONFIG, INDEX, MANIFEST, is_plain_name, read_manifest
 from megatron.extras.object_store.objects import ObjectFolder
@@ -39,12 +39,17 @@ WRITER_FILE = "last_writer"
 """File with the address and the generation of the last writer that used a local folder."""
 RECORDS = "local/"
 """What the keys of the files of a local folder begin with."""
+DECISIONS = "interventions.jsonl"
+"""File of the spike guard's decisions, which a start needs before it takes the lease."""
 STAGING = "staging"
-_NO_RECORD = re.compile(
-    rf"\.|{LATEST}|{re.escape(LEASE_FILE)}|{LINEAGE_FILE}|{UNPUBLISHED_FILE}|{STARTED_MARKER}"
-    rf"|{WRITER_FILE}|{STAGING}/|global_step|loaded-|.*\.new$"
+_RECORD = re.compile(
+    r"[^/]+\.jsonl|chronicles\.md|predicted_loss\.json|verification\.json|tracker-[^/]+\.json"
+    r"|(hangs|profile|wandb)/.+|rolled-back/[^/]+/(tensorboard/)?[^/]+"
+    r"|(?!global_step|loaded-|staging/|rolled-back/)"
+    r"(.*/)?(events\.out\.tfevents\.[^/]+|emissions\.csv)"
 )
-"""Paths in a local folder that are not uploaded."""
+"""Paths of the records in a local folder, see docs/run_folder.md. Nothing else is uploaded there or
+downloaded, so that no pointer of a copied folder takes the place of `latest.json`."""
 
 
 class Mirror:
@@ -77,6 +82,10 @@ class Mirror:
         """
         self.root.mkdir(parents=True, exist_ok=True)
         self._refuse_foreign_folder()
+        if not self._is_last_writer(record.generation) or self._read(LATEST) != record.latest:
+            # A rollback may have been decided on another host, or done here and not made visible.
+            with contextlib.suppress(FileNotFoundError):
+                self._download(RECORDS + DECISIONS, self.root / DECISIONS)
         for name, keys in self._list_mirrored().items():
             # Another run has removed or renamed it, or it is left from a save that was killed.
             if record.folders.get(name) != keys:
@@ -86,8 +95,14 @@ class Mirror:
         for key, size in self.objects.list("global_step").items():
             folder, _, name = key.partition("/")
             sizes.setdefault(folder, {})[name] = size
+        copies: list[tuple[str, Path]] = []
         for name, keys in record.folders.items():
-            self._mirror_folder(self.root / name, keys, sizes.get(keys, {}), log)
+            copies += self._prepare_folder(self.root / name, keys, sizes.get(keys, {}))
+        # All of them again, because a disk may have damaged the copies of an earlier start.
+        for _ in self.objects.run_parallel(lambda copy: self._download(*copy), copies):
+            pass
+        for name, keys in record.folders.items():
+            self._complete_folder(self.root / name, keys, sizes.get(keys, {}), log)
         (self.root / UNPUBLISHED_FILE).unlink(missing_ok=True)
         number = None if record.latest is None else parse_iteration(record.latest.strip())
         texts = {
@@ -131,16 +146,31 @@ class Mirror:
             CheckpointError: It is of another address.
         """
         try:
-            address = load_text(folder / MARKER, POINTER_BYTES).strip()
+            address = load_text(folder / MARKER, POINTER_BYTES, decoding="replace").strip()
         except FileNotFoundError:
             return None
         parent, _, keys = address.rpartition("/")
-        if parent != self.objects.address:
+        # In the folder of this address, the marker is damaged.
+        if parent != self.objects.address and not self._is_own():
             raise CheckpointError(
                 f"{folder} shows a checkpoint of {parent}, and this run is at "
                 f"{self.objects.address}. Give each run a --local-dir of its own"
             )
         return keys
+
+    def _is_own(self) -> bool:
+        """Return whether the folder belongs to this address, whatever its checkpoints say."""
+        # The name of a folder that is only loaded from has the digest of the address.
+        is_loaded = self.root.name.startswith("loaded-")
+        return is_loaded or self._read_writer().startswith(f"{self.objects.address} ")
+
+    def _is_last_writer(self, generation: int) -> bool:
+        """Return whether the writer with this generation has used this folder."""
+        return self._read_writer() == f"{self.objects.address} {generation}\n"
+
+    def _read_writer(self) -> str:
+        path = self.root / WRITER_FILE
+        return load_text(path, POINTER_BYTES, decoding="replace") if path.is_file() else ""
 
     def make_placeholder(self, path: Path, size: int) -> None:
         """Give a file its size without its content, which takes no space on the disk."""
@@ -183,16 +213,19 @@ class Mirror:
         Raises:
             OSError: One cannot be read or written.
         """
-        path = self.root / WRITER_FILE
-        last = f"{self.objects.address} {generation}\n"
-        is_last_writer = path.is_file() and load_text(path, POINTER_BYTES) == last
-        for key in () if is_last_writer else self.objects.list(RECORDS):
+        foreign = []
+        for key in () if self._is_last_writer(generation) else self.objects.list(RECORDS):
             name = key.removeprefix(RECORDS)
-            if all(is_plain_name(part) for part in name.split("/")):
+            if _RECORD.fullmatch(name) and all(is_plain_name(part) for part in name.split("/")):
                 self._download(key, self.root / name)
             else:
-                log(f"warning: {self.objects.name(key)!a} is left out: its name is not plain")
-        replace_file(path, f"{self.objects.address} {writer}\n")
+                foreign.append(key)
+        if foreign:
+            log(
+                f"warning: {self.objects.name(foreign[0])!a} is no record of a run. It and "
+                f"{len(foreign) - 1} other objects there are left out"
+            )
+        replace_file(self.root / WRITER_FILE, f"{self.objects.address} {writer}\n")
 
     def _refuse_foreign_folder(self) -> None:
         """Raise CheckpointError if the folder has checkpoints that are not of this address."""
@@ -213,26 +246,38 @@ class Mirror:
                     found[path.parent.relative_to(self.root).as_posix()] = keys
         return found
 
-    def _mirror_folder(
-        self, folder: Path, keys: str, sizes: Mapping[str, int], log: Callable[[str], None]
-    ) -> None:
-        """Make a folder show a checkpoint's objects, and log what is missing."""
+    def _prepare_folder(
+        self, folder: Path, keys: str, sizes: Mapping[str, int]
+    ) -> list[tuple[str, Path]]:
+        """Make the folder of a checkpoint with its marker. Return what is to be downloaded."""
         folder.mkdir(parents=True, exist_ok=True)
         self.mark(folder, keys)
         for entry in folder.iterdir():
             # A copy of an earlier start must not hide that its object is gone.
             if entry.name not in sizes and entry.name != MARKER:
                 entry.unlink()
-        for name, size in sizes.items():
-            path = folder / name
-            if not is_plain_name(name) and name != MANIFEST:
-                log(f"warning: {self.objects.name(keys)} has an object {name!a}; it is left out")
-            elif name not in self._downloaded or (name == CONFIG and size > SETTINGS_BYTES):
-                self.make_placeholder(path, size)
-            # Keys are written once, so a copy with the right size is right.
-            elif not path.exists() or path.stat().st_size != size:
-                self._download(f"{keys}/{name}", path)
-        for problem in _find_problems(folder, sizes):
+        if sizes.get(CONFIG, 0) > SETTINGS_BYTES:
+            self.make_placeholder(folder / CONFIG, sizes[CONFIG])
+            sizes = {name: size for name, size in sizes.items() if name != CONFIG}
+        return [(f"{keys}/{name}", folder / name) for name in self._downloaded if name in sizes]
+
+    def _complete_folder(
+        self, folder: Path, keys: str, sizes: Mapping[str, int], log: Callable[[str], None]
+    ) -> None:
+        """Give the large files of a checkpoint their sizes, and log what is missing."""
+        try:
+            files = read_manifest(folder).files
+        except DamagedError as damage:
+            problems = [f"{MANIFEST}: {damage}"]
+        except CheckpointError:
+            # Its format is unknown. The loader explains that.
+            return
+        else:
+            problems = _find_problems(files, sizes)
+            # Foreign objects among those of the checkpoint are not shown.
+            for name in files.keys() & sizes.keys() - {*self._downloaded}:
+                self.make_placeholder(folder / name, sizes[name])
+        for problem in problems:
             log(
                 f"warning: {self.objects.name(keys)}/{problem}. Restore the object from a "
                 "version or a copy. Otherwise an older checkpoint is used"
@@ -245,13 +290,13 @@ class Mirror:
             for path in sorted(self.root.rglob("*"))
             if path.is_file()
             and not path.is_symlink()
-            and not _NO_RECORD.match(path.relative_to(self.root).as_posix())
+            and _RECORD.fullmatch(path.relative_to(self.root).as_posix())
             and not (path.parent / MARKER).exists()
         ]
 
     def _read(self, name: str) -> str | None:
         try:
-            return load_text(self.root / name)
+            return load_text(self.root / name, decoding="replace")
         except FileNotFoundError:
             return None
 
@@ -263,17 +308,10 @@ class Mirror:
         replace_file_by(path, lambda file: file.write(body))
 
 
-def _find_problems(folder: Path, sizes: Mapping[str, int]) -> list[str]:
+def _find_problems(files: Mapping[str, Any], sizes: Mapping[str, int]) -> list[str]:
     """Return what is wrong with the objects of a checkpoint, as far as their sizes show it."""
-    try:
-        manifest = read_manifest(folder)
-    except DamagedError as damage:
-        return [f"{MANIFEST}: {damage}"]
-    except CheckpointError:
-        # Its format is unknown. The loader explains that.
-        return []
     problems = []
-    for name, facts in manifest.files.items():
+    for name, facts in files.items():
         if name not in sizes:
             problems.append(f"{name} does not exist")
         elif sizes[name] != facts["bytes"]:

@@ -14,15 +14,17 @@ import re
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.base.outside_file import RECORD_BYTES, load_bytes, open_regular
-from megatron.config.url import find_address_mistake, is_url, redact
+from megatron.checkpoint.digest import Digester
+from megatron.config.url import find_address_mistake, has_secret, is_url, redact
 
 PATIENCE_SECONDS = 60.0
 """How long a request is repeated. A save that fails is tried again later."""
@@ -35,11 +37,22 @@ _REQUESTS = 8
 _LONGEST_PAUSE = 10.0
 _PER_REQUEST = 1_000
 """Objects that one request may list or delete, a limit of S3."""
-_TEMPORARY = {
-    *("SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "OperationAborted"),
-    *("ConditionalRequestConflict", "Throttling", "500", "502", "503", "504", "409"),
-}
-"""Codes after which the same request may succeed."""
+_TEMPORARY = re.compile(
+    r"SlowDown\w*|Throttl\w+|RequestThrottled\w*|RequestTimeout\w*|RequestLimitExceeded"
+    r"|RequestError|TooManyRequests\w*|ProvisionedThroughputExceededException|InternalError"
+    r"|TransactionInProgressException|BandwidthLimitExceeded|LimitExceededException|BadDigest"
+    r"|PriorRequestNotComplete|EC2ThrottledException|ServiceUnavailable"
+    r"|XMinioServerNotInitialized|OperationAborted|ConditionalRequestConflict|409",
+    re.ASCII,
+)
+"""Codes after which the same request may succeed.
+
+They are those that botocore (`retries/standard.py`, `data/_retry.json`) and the clients of MinIO
+(`retry.go`, `Retry.java`) repeat, and three that the documentation of S3 and MinIO calls temporary.
+`ExpiredToken` is not among them, although MinIO's client repeats it: a renewal may take hours.
+"""
+_TEMPORARY_STATUS = {408, 429, 499, 500, 502, 503, 504, 509, 520}
+"""States of HTTP after which these clients repeat a request, whatever its code."""
 _EXPIRED = {"ExpiredToken", "TokenRefreshRequired", "RequestExpired"}
 _REFUSED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "403"}
 _MISSING = {"NoSuchKey", "NoSuchUpload", "404"}
@@ -47,6 +60,11 @@ _STALE = {"PreconditionFailed", "412"}
 _BEYOND = {"InvalidRange", "416"}
 _CLIENT = {"botocore", "aiobotocore", "aiohttp"}
 """Packages whose errors are those of a request."""
+_WRONG_INPUT = {
+    *("ParamValidationError", "NoRegionError", "UnknownRegionError", "ProfileNotFound"),
+    "EndpointResolutionError",
+}
+"""Errors of the client about flags or settings, which come before the request."""
 Result = TypeVar("Result")
 
 
@@ -82,6 +100,14 @@ class ObjectFolder:
             raise ConfigError(
                 f"{address} needs the package s3fs. Install it: pip install 'megatron-3d[s3]'"
             )
+        for variable in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+            url = os.environ.get(variable, "")
+            if has_secret(url):
+                raise ConfigError(
+                    f"{variable} is {redact(url)}. It must have no user, password or query, which "
+                    "the client cannot use. Give credentials in AWS_ACCESS_KEY_ID and "
+                    "AWS_SECRET_ACCESS_KEY, or in ~/.aws"
+                )
         self.address = address.rstrip("/")
         self._bucket, _, path = self.address.partition("://")[2].partition("/")
         # With the slash, the objects of s3://bucket/run do not include those of run2.
@@ -162,31 +188,56 @@ class ObjectFolder:
                 return found.tag
             raise StaleTagError(f"{self.name(key)} was written by another run") from refusal
 
-    def upload(self, path: Path, key: str) -> None:
+    def upload(self, path: Path, key: str, xxh128: str | None = None) -> None:
         """Write a file to an object, in parts at the same time if it is large.
 
         The client sends a checksum with each part, and the store compares it.
 
+        Args:
+            path: The file.
+            key: The object.
+            xxh128: The digest that the file must have. It is computed from the bytes that are
+                sent. None for a file that may change.
+
         Raises:
-            OSError: The file cannot be read, or the object cannot be written.
+            OSError: The file cannot be read or has another digest, or the object cannot be written.
         """
         size = path.stat().st_size
         # Larger parts for a file that would have too many.
         part = max(PART, -(-size // _MOST_PARTS))
+        digester = Digester()
+
+        def check(body: bytes) -> bytes:
+            digester.update(body)
+            return body
+
+        def refuse_changed() -> None:
+            if xxh128 not in (None, digester.digest().xxh128):
+                raise OSError(
+                    f"{path} is not what was written, so {self.name(key)} is not stored. Another "
+                    "process has changed it, or the disk or the memory of this host is damaged"
+                )
+
         if size <= part:
-            self.write(key, load_bytes(path, part))
+            body = check(load_bytes(path, part))
+            refuse_changed()
+            self.write(key, body)
             return
         upload = self._request("create_multipart_upload", key)["UploadId"]
+
+        def send(numbered: tuple[int, bytes]) -> dict[str, Any]:
+            number, body = numbered
+            named = {"UploadId": upload, "PartNumber": number}
+            return {
+                "PartNumber": number,
+                "ETag": self._request("upload_part", key, Body=body, **named)["ETag"],
+            }
+
         with open_regular(path) as file:
-
-            def send(number: int) -> dict[str, Any]:
-                # Threads share the file, so no position of it is used.
-                body = os.pread(file.fileno(), part, part * (number - 1))
-                numbered = {"UploadId": upload, "PartNumber": number}
-                tag = self._request("upload_part", key, Body=body, **numbered)["ETag"]
-                return {"PartNumber": number, "ETag": tag}
-
-            parts = list(self.run_parallel(send, range(1, -(-size // part) + 1)))
+            # The parts are read in order, because the digest needs that.
+            bodies = iter(lambda: check(file.read(part)), b"")
+            parts = list(self.run_parallel(send, enumerate(bodies, 1)))
+        refuse_changed()
         listed = {"UploadId": upload, "MultipartUpload": {"Parts": parts}}
         try:
             self._request("complete_multipart_upload", key, **listed)
@@ -238,7 +289,9 @@ class ObjectFolder:
             for entry in answer.get("Uploads", ()):
                 key = entry["Key"].removeprefix(self._prefix)
                 if is_over(key):
-                    self._request("abort_multipart_upload", key, UploadId=entry["UploadId"])
+                    # It is gone if the reply to an earlier attempt was lost.
+                    with contextlib.suppress(FileNotFoundError):
+                        self._request("abort_multipart_upload", key, UploadId=entry["UploadId"])
                     aborted += 1
         return aborted
 
@@ -252,19 +305,18 @@ class ObjectFolder:
         # Several runs may start at the same time.
         key = f"probe-{uuid.uuid4().hex}"
 
-        def write(**condition: str) -> str | None:
+        def write(tag: str | None) -> str | None:
             try:
-                body = uuid.uuid4().bytes
-                return str(self._request("put_object", key, Body=body, **condition)["ETag"])
+                return self.write_if(key, uuid.uuid4().bytes, tag)
             except StaleTagError:
                 return None
 
         try:
-            first = write(IfNoneMatch="*") or ""
-            again = write(IfNoneMatch="*")
-            second = write(IfMatch=again or first)
+            first = write(None) or ""
+            again = write(None)
+            second = write(again or first)
             # `first` is the tag of a content that was replaced.
-            stale = write(IfMatch=first)
+            stale = write(first)
         finally:
             self.delete([key])
         accepted = {"If-None-Match": again, "If-Match": stale}
@@ -279,12 +331,19 @@ class ObjectFolder:
     def run_parallel(
         self, act: Callable[[Any], Result], arguments: Iterable[Any]
     ) -> Iterator[Result]:
-        """Call a function in several threads, and yield its results in order."""
+        """Call a function in several threads, and yield its results in order.
+
+        At most _REQUESTS arguments and results are in memory.
+        """
         with ThreadPoolExecutor(_REQUESTS, thread_name_prefix="object-store") as pool:
-            waiting = [pool.submit(act, argument) for argument in arguments]
+            waiting: deque[Future[Result]] = deque()
             try:
-                for future in waiting:
-                    yield future.result()
+                for argument in arguments:
+                    if len(waiting) == _REQUESTS:
+                        yield waiting.popleft().result()
+                    waiting.append(pool.submit(act, argument))
+                while waiting:
+                    yield waiting.popleft().result()
             finally:
                 # After an error, the requests that have not started are left out.
                 for future in waiting:
@@ -344,21 +403,22 @@ class ObjectFolder:
                 return send()
             except Exception as error:
                 module = type(error).__module__.partition(".")[0]
-                # Anything else is a mistake in this package.
-                if not isinstance(error, OSError) and module not in _CLIENT:
+                # Anything else is a mistake in this package. A wrong endpoint is a ValueError.
+                if not isinstance(error, OSError | ValueError) and module not in _CLIENT:
                     raise
-                # A code that is unknown here is final. No code means that no answer came.
-                code = _find_code(error)
-                is_late = time.monotonic() + pause > end
-                if is_late or (code is not None and code not in _TEMPORARY):
-                    raise self._explain(key, code, error) from error
+                is_temporary = _is_temporary(error)
+                if not is_temporary or time.monotonic() + pause > end:
+                    raise self._explain(key, error, is_temporary=is_temporary) from error
             # Ranks that fail together should not come back together.
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _explain(self, key: str, code: str | None, error: Exception) -> OSError:
+    def _explain(self, key: str, error: Exception, *, is_temporary: bool) -> OSError:
         """Return the error for people: the object, what the store has answered, and the fix."""
         name = self.name(key).rstrip("/")
+        code = _find_code(error)
+        # The URL of the endpoint may have a password.
+        said = redact(str(error))
         if code in _STALE:
             return StaleTagError(f"{name} was written by another run")
         if code in _MISSING:
@@ -375,11 +435,19 @@ class ObjectFolder:
         if code == "NoSuchBucket":
             what = f"the bucket {self._bucket} does not exist; create it, or correct the address"
             return OSError(f"{name}: {what}")
-        if code is not None and code not in _TEMPORARY:
-            return OSError(f"{name}: the store answers {code}: {error}")
+        if code == "RequestTimeTooSkewed":
+            return OSError(f"{name}: the clock of this host is wrong ({code}); set it")
+        if code is not None and not is_temporary:
+            return OSError(f"{name}: the store answers {code}: {said}")
+        if not is_temporary:
+            return OSError(
+                f"{name}: the client refuses this address or its settings: {said}; correct the "
+                "address, AWS_ENDPOINT_URL, or the file ~/.aws/config"
+            )
         return OSError(
             f"{name}: no answer without an error within {self._patience:g} s "
-            f"({code or repr(error)}); check the network, the endpoint and the state of the store"
+            f"({code or redact(repr(error))}); check the network, the endpoint and the state of "
+            "the store"
         )
 
     def _connect(self) -> Any:
@@ -418,13 +486,29 @@ def raise_as_checkpoint_error() -> Iterator[None]:
         raise CheckpointError(str(error)) from error
 
 
-def _find_code(error: BaseException | None) -> str | None:
-    """Return the store's code of an error, or None if the store has not answered."""
+def _find_answer(error: BaseException | None) -> dict[str, Any]:
+    """Return the store's answer in an error. It is empty if the store has not answered."""
     while error is not None:
         answer = getattr(error, "response", None)
         if isinstance(answer, dict) and "Error" in answer:
-            return str(answer["Error"].get("Code"))
-        if "CredentialsError" in type(error).__name__:
-            return "AccessDenied"
+            return answer
         error = error.__cause__
-    return None
+    return {}
+
+
+def _find_code(error: BaseException) -> str | None:
+    """Return the store's code of an error, or None if the store has not answered."""
+    answer = _find_answer(error)
+    if answer:
+        return str(answer["Error"].get("Code"))
+    return "AccessDenied" if "CredentialsError" in type(error).__name__ else None
+
+
+def _is_temporary(error: Exception) -> bool:
+    """Return whether the same request may succeed later."""
+    code = _find_code(error)
+    if code is None:
+        # No answer came, unless the client has refused to send the request.
+        return not isinstance(error, ValueError) and type(error).__name__ not in _WRONG_INPUT
+    status = _find_answer(error).get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return _TEMPORARY.fullmatch(code) is not None or status in _TEMPORARY_STATUS

@@ -1,12 +1,14 @@
 """Downloads the blocks of a checkpoint's files that hold the needed parts of tensors.
 
 They go into files that have no content elsewhere. The loader reads them from there, and compares
-each block with its digest. `name_damage` then names the object.
+each block with its digest. `name_damage` then names the object. A copy is only a cache: what is
+damaged there is read again, and only an object that is damaged itself is called so.
 """
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ from megatron.checkpoint.digest import BLOCK, Digester
 from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.manifest import INDEX, TensorIndex, collect_digests, read_index
 from megatron.checkpoint.tensor_file import TensorReader, TensorSlice
-from megatron.extras.object_store.objects import PART, ObjectFolder
+from megatron.config.model import ModelConfig
+from megatron.extras.object_store.objects import PART, ObjectFolder, raise_as_checkpoint_error
 from megatron.parallel.shard import TensorShard
 
 Blocks = dict[str, set[int]]
@@ -50,6 +53,61 @@ def fetch_shards(
     """
     index = fetch_index(objects, checkpoint, folder)
     fetch_blocks(objects, checkpoint, index, list_slices(index, shards), folder)
+
+
+@dataclass(frozen=True)
+class FetchedCheckpoint(Checkpoint):
+    """A checkpoint whose blocks are downloaded to its folder when they are loaded."""
+
+    objects: ObjectFolder
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, objects: ObjectFolder, folder: Path) -> "FetchedCheckpoint":
+        """Return a checkpoint that downloads from these objects to a folder."""
+        return cls(folder, checkpoint.manifest, checkpoint.config_yaml, objects)
+
+    def load_into(
+        self,
+        shards: Sequence[TensorShard],
+        model: ModelConfig | None = None,
+        *,
+        finetune: bool = False,
+    ) -> int:
+        """Download the blocks that these shards need, and load them. See `Checkpoint`.
+
+        If only the copy is damaged, it is downloaded once more.
+
+        Raises:
+            DamagedError: An object is missing or altered.
+            CheckpointError: See `Checkpoint.load_into`, or the copy is damaged again.
+        """
+        for is_last in (False, True):
+            try:
+                with raise_as_checkpoint_error(), name_damage(self.objects):
+                    fetch_shards(self.objects, self, shards, self.folder)
+                    return super().load_into(shards, model, finetune=finetune)
+            except DamagedError as damage:
+                if self._is_stored_damage(damage):
+                    raise
+                if is_last:
+                    raise CheckpointError(
+                        f"{self.folder / damage.file} has other bytes than the intact object "
+                        f"{self.objects.name(damage.file)}, also after a second download; check "
+                        "the disk and the memory of this host, or choose another folder "
+                        "(--save-staging in a run, TMPDIR for a tool)"
+                    ) from damage
+        raise AssertionError("the second pass returns or raises")
+
+    def _is_stored_damage(self, damage: DamagedError) -> bool:
+        """Return whether the object is damaged, and not only its copy on this host."""
+        facts = self.manifest.files.get(damage.file)
+        if facts is None:
+            return True
+        try:
+            verify_object(self.objects, damage.file, facts["bytes"], facts["xxh128"])
+        except DamagedError:
+            return True
+        return False
 
 
 @contextlib.contextmanager
@@ -169,11 +227,8 @@ def verify_object(objects: ObjectFolder, name: str, size: int, xxh128: str) -> N
     """
     digester = Digester()
     begins = range(0, size, PART)
-    # A few parts at a time, because a file may be larger than the memory.
-    for at in range(0, len(begins), 8):
-        parts = begins[at : at + 8]
-        for body in objects.run_parallel(lambda x: _read(objects, name, x, x + PART), parts):
-            digester.update(body)
+    for body in objects.run_parallel(lambda x: _read(objects, name, x, x + PART), begins):
+        digester.update(body)
     # The parts end at `size`, so the listing shows whether more bytes follow.
     found = digester.digest()
     if (found.bytes, found.xxh128) != (size, xxh128) or objects.list(name).get(name) != size:

@@ -117,7 +117,10 @@ class RootObject:
             found = RootObject(self.objects)
             # An earlier attempt of this run may have been written after its error was reported.
             if found.read().generation != record.generation:
-                raise CheckpointError(self._describe_loss(found.record.generation)) from None
+                loss = self._describe_loss(found.record.generation)
+                if not found.exists:
+                    loss = f"{self.objects.name(KEY)} was deleted; this run ends"
+                raise CheckpointError(loss) from None
             # Generations are unique, so the present content is this run's own.
             self._tag = found._tag
             self.write(record)

@@ -7,6 +7,9 @@ anybody still uploads can change a checkpoint.
 """
 
 import contextlib
+import functools
+import glob
+import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.base.errors import CheckpointError, DamagedError
+from megatron.base.file_lock import LockResult, try_lock
 from megatron.checkpoint.folder import UNFINISHED
 from megatron.checkpoint.lease import Lease, is_alive, read_holder
 from megatron.checkpoint.load import Checkpoint
@@ -23,7 +27,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.url import is_url
 from megatron.extras.object_store.mirror import STAGING, Mirror
 from megatron.extras.object_store.objects import ObjectFolder, raise_as_checkpoint_error
-from megatron.extras.object_store.ranges import fetch_shards, name_damage, verify_object
+from megatron.extras.object_store.ranges import FetchedCheckpoint, verify_object
 from megatron.extras.object_store.root_object import KEY, RootObject, find_generation
 from megatron.extras.object_store.store_lease import StoreLease
 from megatron.parallel.launcher import read_ranks_per_node
@@ -47,9 +51,7 @@ class LoadedStore(Store):
         assert config.local_dir is not None, "a rule checks it"
         self._config = config
         self._ranks = ranks
-        staging = Path(config.save_staging or Path(config.local_dir) / STAGING)
-        # Each rank has its own and empties it, so ranks must not share one.
-        self._staging = staging / f"rank_{ranks.rank:05d}"
+        self._staging = Path(config.save_staging or Path(config.local_dir) / STAGING)
         self._roots: dict[Path, RootObject] = {}
         """Local folder -> the object that it mirrors."""
         for address in (config.save, config.load, config.pretrained_checkpoint):
@@ -57,6 +59,11 @@ class LoadedStore(Store):
                 # `choose_own_run` turns the last one into --load, so it has the folder of --load.
                 folder = Path(str(replace(config, load=address).load_folder))
                 self._roots[folder] = RootObject(ObjectFolder(address))
+        self._named: dict[str, dict[str, str]] = {}
+        """Local folder -> the folders and keys in `latest.json`, as rank 0 last read or wrote it.
+
+        A host may have a local folder of an earlier start, so no rank but 0 looks for keys there.
+        """
         self._keys = ""
         """What the keys of the present save begin with."""
 
@@ -75,6 +82,14 @@ class LoadedStore(Store):
         names = ", ".join(root.objects.address for root in self._roots.values())
         # The other ranks get the small files in messages, as with a folder.
         self._ranks.call_on_rank_0(pull, f"reading {names}", self._ranks.log)
+        self._share_names()
+
+    def _share_names(self) -> None:
+        """Tell all ranks which objects belong to each checkpoint."""
+        self._named = self._ranks.call_on_rank_0(
+            lambda: {str(at): dict(root.record.folders) for at, root in self._roots.items()},
+            "sharing the names of the checkpoints",
+        )
 
     def _prepare_writing(self) -> None:
         """Check that this run may write. Without --save at an address there is nothing to check."""
@@ -85,8 +100,10 @@ class LoadedStore(Store):
         if root is None:
             super().verify(folder, name, size, xxh128)
             return
-        # The folder of a save in progress has no marker yet, and only rank 0 has it.
-        keys = Mirror(root.objects, folder.parent).find_keys(folder) or self._keys
+        # `latest.json` does not name the folder of a save in progress yet.
+        keys = self._keys
+        if not folder.name.endswith(UNFINISHED):
+            keys = self._named[str(folder.parent)].get(folder.name, keys)
         verify_object(root.objects.enter(keys), name, size, xxh128)
 
     @contextlib.contextmanager
@@ -96,28 +113,55 @@ class LoadedStore(Store):
         if root is None:
             yield checkpoint
             return
+        name = checkpoint.folder.name
+        keys = self._named[str(checkpoint.folder.parent)].get(name)
+        if keys is None:
+            raise DamagedError(f"{root.objects.name(KEY)} does not name {name}", MANIFEST)
+        with raise_as_checkpoint_error():
+            folder = self._empty_staging() / name
+            folder.mkdir()
         try:
-            with raise_as_checkpoint_error():
-                name = checkpoint.folder.name
-                # This host may have no folder that says where the objects are.
-                keys = Mirror(root.objects, checkpoint.folder.parent).find_keys(checkpoint.folder)
-                keys = keys or RootObject(root.objects).read().folders.get(name)
-                if keys is None:
-                    raise DamagedError(f"{root.objects.name(KEY)} does not name {name}", MANIFEST)
-                folder = self._empty_staging() / name
-                folder.mkdir()
-                objects = root.objects.enter(keys)
-            with name_damage(objects):
-                fetch_shards(objects, checkpoint, shards, folder)
-                yield replace(checkpoint, folder=folder)
+            yield FetchedCheckpoint.of(checkpoint, root.objects.enter(keys), folder)
         finally:
-            shutil.rmtree(self._staging, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    @functools.cached_property
+    def _claimed(self) -> Path:
+        """The folder of this process in --save-staging, which several runs may share.
+
+        It is locked until the process ends. Folders whose process has ended are removed.
+
+        Raises:
+            OSError: It cannot be made.
+        """
+        # Locks of a network file system may not reach other hosts, so their folders are left alone.
+        host = os.uname().nodename
+        self._staging.mkdir(parents=True, exist_ok=True)
+        for path in self._staging.glob(f"{glob.escape(host)}-rank_*"):
+            with contextlib.suppress(OSError), _open_folder(path) as left:
+                if try_lock(left, path) is LockResult.HELD:
+                    shutil.rmtree(path, ignore_errors=True)
+        while True:
+            path = self._staging / f"{host}-rank_{self._ranks.rank:05d}-{uuid.uuid4().hex[:8]}"
+            path.mkdir()
+            self._lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                if try_lock(self._lock, path) is LockResult.HELD:
+                    return path
+            except OSError:
+                # Without locks, no process can lock the folder and remove it.
+                return path
+            # Another process was about to remove it.
+            os.close(self._lock)
 
     def _empty_staging(self) -> Path:
-        """Return this rank's staging folder without what an earlier save or load left."""
-        shutil.rmtree(self._staging, ignore_errors=True)
-        self._staging.mkdir(parents=True)
-        return self._staging
+        """Return this process's staging folder without what an earlier save or load left."""
+        if not self._claimed.is_dir():
+            # A cleaner of temporary files has removed it, and with it the lock.
+            del self.__dict__["_claimed"]
+        for path in self._claimed.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return self._claimed
 
 
 class ObjectStore(LoadedStore):
@@ -148,8 +192,11 @@ class ObjectStore(LoadedStore):
 
     def acquire(self, root: Path, log: Callable[[str], None]) -> Lease:
         """Become the writer of the address and of the local folder, on rank 0."""
-        # If somebody deleted the lease, generations must still rise.
+        # If somebody deleted the lease or `latest.json`, generations must still rise.
         known = self._root.read().generation
+        if not self._root.exists:
+            found = map(find_generation, self._objects.list("global_step"))
+            known = max((generation for generation in found if generation is not None), default=0)
         self._lease = StoreLease.acquire_both(root, self._objects, known, log)
         try:
             generation = self._lease.generation
@@ -169,6 +216,7 @@ class ObjectStore(LoadedStore):
     def meet(self) -> None:
         """See `Store`."""
         self._token = self._ranks.call_on_rank_0(lambda: self._token, "sharing the lease")
+        self._share_names()
 
     def choose_staging(self, root: Path) -> Path:
         """See `Store`."""
@@ -188,17 +236,24 @@ class ObjectStore(LoadedStore):
         self._keys = f"{folder.name.removesuffix(UNFINISHED)}-{self._token}-{self._attempt}"
         return self._empty_staging()
 
-    def upload(self, staged: Path, name: str) -> None:
+    def discard_staged(self) -> None:
+        """See `Store`."""
+        with contextlib.suppress(OSError):
+            self._empty_staging()
+
+    def upload(self, staged: Path, name: str, xxh128: str) -> None:
         """See `Store`. The file is removed, also after an error."""
         try:
-            self._objects.upload(staged / name, f"{self._keys}/{name}")
+            self._objects.upload(staged / name, f"{self._keys}/{name}", xxh128)
         finally:
             (staged / name).unlink(missing_ok=True)
 
     def complete(self, folder: Path, manifest: Manifest) -> None:
         """See `Store`."""
-        for name in (INDEX, CONFIG, MANIFEST):
-            self._objects.upload(folder / name, f"{self._keys}/{name}")
+        for name in (INDEX, CONFIG):
+            xxh128 = manifest.files[name]["xxh128"]
+            self._objects.upload(folder / name, f"{self._keys}/{name}", xxh128)
+        self._objects.write(f"{self._keys}/{MANIFEST}", manifest.dump_json().encode())
         # After a rollback, this process looks for a checkpoint and compares the sizes.
         for name in manifest.files.keys() - {INDEX, CONFIG}:
             self._mirror.make_placeholder(folder / name, manifest.files[name]["bytes"])
@@ -211,6 +266,23 @@ class ObjectStore(LoadedStore):
     def has_published(self, iteration: int) -> bool:
         """See `Store`."""
         return self._root.record.latest == f"global_step{iteration}"
+
+    def publish_rollback(self) -> None:
+        """See `Store`. A store that fails does not end the run: the next save tries again."""
+
+        def publish() -> None:
+            try:
+                record = self._mirror.collect(self._root.record)
+                # The decision alone changes no pointer.
+                if record != self._root.record:
+                    self._root.publish(record)
+                # Last, because these records say that the rollback is completed.
+                self._mirror.push_records()
+            except OSError as error:
+                self._ranks.log(f"warning: the rollback is not visible yet: {error}")
+
+        self._ranks.call_on_rank_0(publish, "publishing a rollback", self._ranks.log)
+        self._share_names()
 
     def clean_up(self, removed: Sequence[int]) -> list[str]:
         """See `Store`. It also uploads the records of the run."""
@@ -244,6 +316,16 @@ class ObjectStore(LoadedStore):
 
         self._objects.delete(filter(is_orphan, self._objects.list("global_step")))
         self._objects.abort_uploads(is_orphan)
+
+
+@contextlib.contextmanager
+def _open_folder(path: Path) -> Iterator[int]:
+    """Open a folder for a lock."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _refuse_lost_root(objects: ObjectFolder) -> None:

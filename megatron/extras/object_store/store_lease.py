@@ -85,11 +85,14 @@ class StoreLease(Lease):
                     self._tag = found.tag
                     return
                 who = "another run" if other is None else other.describe()
+                name = self._objects.name(KEY)
                 self.lost = (
                     f"{self._objects.address} was taken over by {who}, because this process did "
-                    f"not renew {self._objects.name(KEY)} for {lease.STALE_SECONDS:g} s; it ends, "
-                    "and nothing that it uploads becomes visible"
+                    f"not renew {name} for {lease.STALE_SECONDS:g} s; it ends, and nothing that it "
+                    "uploads becomes visible"
                 )
+                if found is None:
+                    self.lost = f"{name} was deleted, perhaps with its bucket; this run ends"
                 raise CheckpointError(self.lost) from None
 
     def release(self) -> None:

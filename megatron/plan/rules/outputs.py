@@ -9,7 +9,7 @@ from megatron.config.profiling import (
     find_requesting_field,
     parse_profile_iterations,
 )
-from megatron.config.url import find_address_mistake, is_url, redact
+from megatron.config.url import find_address_mistake, is_address_without_slash, is_url, redact
 from megatron.plan.rules.contexts import PlanContext
 from megatron.plan.rules.finding import Finding, error, warning
 
@@ -20,6 +20,10 @@ def check_addresses(settings: ConfigWithOrigin) -> Iterator[Finding]:
     found = False
     for name in ("save", "load", "pretrained_checkpoint"):
         address = getattr(checkpoint, name)
+        if is_address_without_slash(address or ""):
+            yield error(
+                f"--{name.replace('_', '-')} {address} must be s3://bucket/run, with two slashes."
+            )
         if address is None or not is_url(address):
             continue
         found = True
@@ -33,8 +37,9 @@ def check_addresses(settings: ConfigWithOrigin) -> Iterator[Finding]:
         )
     if found and checkpoint.hf_export_interval is not None and is_url(checkpoint.save or ""):
         yield error(
-            f"{settings.describe('checkpoint.hf_export_interval')} needs a folder for --save. "
-            "With an address, convert checkpoints with tools/convert_checkpoint.py."
+            f"{settings.describe('checkpoint.hf_export_interval')} needs a folder for --save, "
+            "because an export reads whole checkpoints from this host's disk. With an address, "
+            "use tools/convert_checkpoint.py on another machine."
         )
 
 

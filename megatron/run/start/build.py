@@ -196,7 +196,8 @@ def hold_folder_lease(config: Config, mesh: Mesh, store: Store) -> Iterator[Leas
             if not list_run_leftovers(root):
                 mark_started(root)
         except OSError as error:
-            raise CheckpointError(f"--save {root} cannot be written: {error}") from error
+            place = config.checkpoint.save
+            raise CheckpointError(f"--save {place} cannot be written: {error}") from error
 
     log = mesh.ranks.log
     try:

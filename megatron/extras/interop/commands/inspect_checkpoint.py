@@ -117,10 +117,7 @@ def main(argv: list[str] | None = None) -> int:
                 "give one of them"
             )
         with open_source(given.path) as place, open_source(given.compare or ".") as second:
-            try:
-                report = read_report(given, place, second)
-            except DamagedError as damage:
-                raise DamagedError(second.show(place.show(str(damage))), damage.file) from damage
+            report = read_report(given, place, second)
             text = format_report(report, as_json=given.json)
             text = second.show(place.show(text))
     except (MegatronError, OSError) as error:

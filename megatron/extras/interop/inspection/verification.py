@@ -33,6 +33,7 @@ from megatron.checkpoint.manifest import (
     read_manifest,
 )
 from megatron.checkpoint.tensor_file import TensorSlice, find_dtype, intersect
+from megatron.extras.object_store.mirror import MARKER
 
 _SHOWN_TENSORS = 4
 """Number of tensors that a message names."""
@@ -137,7 +138,7 @@ def verify(folder: Path) -> Verification:
             *check_headers(folder, index, manifest),
         ]
     unknown = sorted(
-        {entry.name for entry in folder.iterdir()} - manifest.files.keys() - {MANIFEST}
+        {entry.name for entry in folder.iterdir()} - manifest.files.keys() - {MANIFEST, MARKER}
     )
     if unknown:
         notes.append(f"not part of it: {', '.join(unknown)}")

@@ -32,6 +32,7 @@ from megatron.checkpoint.lineage import Lineage, LineageEntry, is_entry_on_disk
 from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.manifest import read_manifest
 from megatron.config.tree import Config
+from megatron.extras.object_store.objects import find_address
 from megatron.extras.operations.rollback.execution import (
     INTERVENTIONS,
     find_unfinished,
@@ -254,19 +255,23 @@ def execute_rollback(
         ) from error
 
 
-def finish_interrupted_rollback(config: Config, ranks: Ranks, log: Callable[[str], None]) -> None:
+def finish_interrupted_rollback(config: Config, ranks: Ranks, log: Callable[[str], None]) -> bool:
     """Complete the rollback that an earlier launch decided on and did not complete.
 
     All ranks call it together, before they look for the checkpoint to start from.
+
+    Returns:
+        Whether there was one.
 
     Raises:
         OperationsError, CheckpointError: The folder cannot be rolled back.
     """
     if not config.checkpoint.resumes_itself or config.batch.eval_only:
-        return
+        return False
     root = Path(str(config.checkpoint.save_folder))
+    address = find_address(str(config.checkpoint.save))
 
-    def finish() -> None:
+    def finish() -> bool:
         try:
             record = None
             # Most runs have no such file.
@@ -278,7 +283,11 @@ def finish_interrupted_rollback(config: Config, ranks: Ranks, log: Callable[[str
                     f"{record['iteration']} to go back to global_step{record['to']}; that rollback "
                     "is completed now"
                 )
-                roll_back(root, _read_request(record), log)
+                if address is None:
+                    roll_back(root, _read_request(record), log)
+                else:
+                    _roll_back_address(address, root, _read_request(record), log)
+            return record is not None
         except OSError as error:
             raise CheckpointError(f"{root} cannot be rolled back: {error}") from error
         # A person may have edited the file.
@@ -288,7 +297,37 @@ def finish_interrupted_rollback(config: Config, ranks: Ranks, log: Callable[[str
                 "correct its line, or remove it to start from the newest checkpoint"
             ) from damage
 
-    ranks.call_on_rank_0(finish, f"completing the rollback of {root}", log)
+    return bool(ranks.call_on_rank_0(finish, f"completing the rollback of {root}", log))
+
+
+def _roll_back_address(
+    address: str, root: Path, request: RollbackRequest, log: Callable[[str], None]
+) -> None:
+    """Roll back a run on an object store. The records that were in --local-dir are there, too.
+
+    Raises:
+        OperationsError, CheckpointError: It cannot be rolled back.
+    """
+    from megatron.extras.object_store.addresses import open_for_change
+
+    with open_for_change(address, log, dry_run=False) as (mirror, lease):
+        assert lease is not None, "it is no dry run"
+
+        def move(path: str | None) -> str | None:
+            given = Path(path or NOTHING)
+            # The launch that decided may have been on another host.
+            if given.is_relative_to(root.absolute()):
+                return _find_given(str(mirror / given.relative_to(root.absolute())))
+            return path
+
+        request = replace(
+            request,
+            tensorboard_dir=move(request.tensorboard_dir),
+            metrics_file=move(request.metrics_file),
+        )
+        roll_back_within_run(
+            mirror, request, lease, lambda line: log(line.replace(str(mirror), address))
+        )
 
 
 def find_pending_rollback(root: Path) -> dict[str, Any] | None:
