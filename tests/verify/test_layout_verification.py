@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tiny_corpus import MERGES, VOCAB
-from verify.mutation import ITERATIONS, MODEL, RUN_CHECKS
+from verify.mutation import ITERATIONS, MODEL, PP, RUN_CHECKS, TP
 from verify.mutations import MUTATIONS
 from verify.random_runs import draw_run, draw_triple
 from verify.verifier import Verifier
@@ -52,6 +52,14 @@ FLOAT8 = (
     "--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16 "
     "--num-layers-at-end-in-bf16 3 --fp8-start-iteration 50"
 )
+EP = "--num-experts 16 --expert-model-parallel-size"
+SETTINGS_OF_NO_COPY = (
+    "--skip-train-iteration-range 2-3",
+    "--moe-router-load-balancing-type global_aux_loss",
+    "--muon-fp32-matmul-prec medium",
+    "--use-torch-compile",
+    "--spike-guard skip-step",
+)
 EXAMPLES = int(os.environ.get("VERIFY_EXAMPLES", "20"))
 """Number of random runs. docs/tests.md says how many ran, and what they found."""
 
@@ -69,7 +77,7 @@ def test_an_irregular_run_equals_one_process(
 ) -> None:
     report = verifier.run(f"{IRREGULAR} {precision}", 16)
     assert report["verified"], report
-    assert report["lost"] == []
+    assert report["lost"] == ["more than two tensor-parallel ranks"]
     assert "query groups that ranks share" in report["kept"]
     assert "stages of unequal size" in report["kept"]
     assert len(report["comparisons"]) == comparisons
@@ -101,7 +109,11 @@ SHARED_SEQUENCES = {
         32,
         "tensor 2 x pipeline 2 x data 1 x context 2",
         ["exchange of heads between ranks of a sequence", "a sequence length that changes"],
-        ["data parallelism", "more than two ranks of a sequence"],
+        [
+            "more than two ranks of a sequence",
+            "data parallelism",
+            "more than two shards of each copy",
+        ],
     ),
     # The length is divided by 2 x 3.
     "three": (
@@ -138,7 +150,7 @@ def test_the_layout_of_a_copy_with_shared_sequences(name: str, tmp_path: Path) -
             "--sharding-strategy hsdp --hsdp-shard-size 4 --micro-batch-size 1",
             32,
             4,
-            ["more than two copies of the model", "more than two shards of each copy"],
+            ["more than two shards of each copy", "more than two copies of the model"],
         ),
     ],
 )
@@ -153,6 +165,97 @@ def test_a_copy_names_the_ranks_that_it_has_no_room_for(
     assert reduction.plan.grid.data == data
     assert list(reduction.lost) == lost
     assert ("more than two data-parallel ranks" in reduction.kept) == (data > 2)
+
+
+TOO_FEW = "more than two ranks that divide the experts"
+EXPERT_COPIES = {
+    # Flags and processes of a run, --processes, the layout of its copy, the ranks that divide its
+    # experts and share a copy of the model, and what it lacks.
+    "tensor-parallel ranks": (f"{EP} 4 {TP}", 8, 8, "tensor 2 x pipeline 1 x data 4", (4, 4), []),
+    "stages": (
+        f"{EP} 4 {TP} {PP}",
+        16,
+        8,
+        "tensor 2 x pipeline 2 x data 2",
+        (2, 2),
+        [
+            "more than two data-parallel ranks",
+            TOO_FEW,
+            "experts that ranks divide, over data-parallel ranks",
+        ],
+    ),
+    "stages of 16": (f"{EP} 4 {TP} {PP}", 16, 16, "tensor 2 x pipeline 2 x data 4", (4, 4), []),
+    "ranks of a sequence": (
+        f"{EP} 4 --context-parallel-size 2",
+        8,
+        8,
+        "tensor 1 x pipeline 1 x data 4 x context 2",
+        (4, 8),
+        [],
+    ),
+    "copies": (
+        f"{EP} 2 --sharding-strategy hsdp --hsdp-shard-size 4",
+        8,
+        8,
+        "tensor 1 x pipeline 1 x data 8",
+        (2, 4),
+        [],
+    ),
+    "several copies": (
+        f"{EP} 4 --sharding-strategy hsdp --hsdp-shard-size 2 --micro-batch-size 1",
+        16,
+        8,
+        "tensor 1 x pipeline 1 x data 8",
+        (4, 2),
+        ["more than two copies of each expert"],
+    ),
+    "all": (
+        f"{EP} 4",
+        4,
+        8,
+        "tensor 1 x pipeline 1 x data 2",
+        (2, 2),
+        ["more than two data-parallel ranks"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPERT_COPIES)
+def test_a_copy_has_copies_of_experts_if_the_run_has_them(name: str, tmp_path: Path) -> None:
+    flags, world_size, processes, layout, shards, lost = EXPERT_COPIES[name]
+    words = f"{MODEL} {ITERATIONS} {flags}".split()
+    plan, _ = resolve_command(VerifyArguments(world_size=world_size), words)
+    reduction = reduce_plan(plan, tmp_path, processes)
+    assert describe_layout(reduction.plan) == layout
+    assert (reduction.plan.expert_size, reduction.plan.shard_size) == shards
+    assert list(reduction.lost) == lost
+
+
+@pytest.mark.parametrize(
+    ("flags", "lost"),
+    [
+        (
+            f"{EP} 2 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01",
+            True,
+        ),
+        ("--use-torch-compile", True),
+        ("--spike-guard skip-step", True),
+        ("--skip-train-iteration-range 2-3", True),
+        (f"{EP} 2 --bf16", True),
+        ("--bf16 --grad-reduce-in-bf16", False),
+        ("--fp16 --loss-scale 128", False),
+        # Without a run in 16 bits, no copy has such products.
+        ("--optimizer muon --muon-fp32-matmul-prec medium", True),
+        ("--optimizer muon --muon-nesterov --bf16", False),
+        ("--weight-decay 0.3 --adam-eps 1e-7 --clip-grad 0.5 --eval-iters 7", False),
+    ],
+)
+def test_a_setting_that_no_copy_has_is_listed(flags: str, lost: bool, tmp_path: Path) -> None:
+    words = f"{MODEL} {ITERATIONS} {flags}".split()
+    plan, _ = resolve_command(VerifyArguments(world_size=2), words)
+    names = [each for each in reduce_plan(plan, tmp_path).lost if each.startswith("--")]
+    expected = [each for each in (*SETTINGS_OF_NO_COPY, "--bf16") if each in flags]
+    assert names == (expected if lost else [])
 
 
 SMALLEST = (
