@@ -118,11 +118,11 @@ def reduce_plan(plan: Plan, folder: Path, most_processes: int = MOST_PROCESSES) 
     names = [name for name in after if before[name] != after[name]]
     changes = tuple((name, before[name], after[name]) for name in names)
     reduction = Reduction(copy, changes)
-    return replace(reduction, **_compare(plan, values, reduction))
+    return _compare(plan, values, reduction)
 
 
-def _compare(plan: Plan, values: Values, reduction: Reduction) -> dict[str, tuple[str, ...]]:
-    """Return what the copies have of the run, and what they lack, as fields of a `Reduction`.
+def _compare(plan: Plan, values: Values, reduction: Reduction) -> Reduction:
+    """Return the reduction with what the copies have of the run, and what they lack.
 
     Args:
         plan: The plan of the run.
@@ -142,7 +142,7 @@ def _compare(plan: Plan, values: Values, reduction: Reduction) -> dict[str, tupl
     kept += [feature for feature in features if feature in present]
     lost += [feature for feature in features if feature not in present]
     lost += find_lost_settings(plan.config, [each.config for each in copies], given)
-    return {"kept": tuple(kept), "lost": tuple(lost)}
+    return replace(reduction, kept=tuple(kept), lost=tuple(lost))
 
 
 def _replace_given(plan: Plan, reduced: Values) -> Values:
