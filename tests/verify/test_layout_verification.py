@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiny_corpus import MERGES, VOCAB
 from verify.mutation import ITERATIONS, MODEL, PP, RUN_CHECKS, TP
 from verify.mutations import MUTATIONS
-from verify.random_runs import draw_run, draw_triple
+from verify.random_runs import draw_expert_run, draw_run, draw_triple
 from verify.verifier import Verifier
 
 from megatron.base import exit_codes
@@ -351,7 +351,7 @@ def test_the_runs_of_the_mutations_are_healthy(numbers: range, verifier: Verifie
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-@given(run=st.one_of(draw_run(), draw_triple()))
+@given(run=st.one_of(draw_run(), draw_triple(), draw_expert_run()))
 def test_no_false_alarm_on_random_runs(run: tuple[str, int], verifier: Verifier) -> None:
     flags, world_size = run
     try:
