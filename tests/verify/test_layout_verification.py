@@ -2,8 +2,11 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tiny_corpus import MERGES, VOCAB
@@ -16,6 +19,8 @@ from megatron.base import exit_codes
 from megatron.base.errors import ConfigError
 from megatron.commands.verify import VerifyArguments, main, resolve_command
 from megatron.extras.planner.verify import launching
+from megatron.extras.planner.verify.comparison import count_flips
+from megatron.extras.planner.verify.recording import RankRecord, RecordedStep, RoundedOperand
 from megatron.extras.planner.verify.reduction import (
     find_common_size,
     reduce_plan,
@@ -23,6 +28,7 @@ from megatron.extras.planner.verify.reduction import (
 )
 from megatron.extras.planner.verify.report import describe_layout
 from megatron.extras.training.float8.recipe import list_float8_layers
+from megatron.parallel.grid import GridCoordinate
 
 SHORT = {
     "gradients of norms are not summed under sequence parallelism",
@@ -81,6 +87,12 @@ def test_an_irregular_run_equals_one_process(
     assert "query groups that ranks share" in report["kept"]
     assert "stages of unequal size" in report["kept"]
     assert len(report["comparisons"]) == comparisons
+    assert (report["float8_flips"] is None) == (FLOAT8 not in precision)
+    if report["float8_flips"] is not None:
+        flipped, values = report["float8_flips"]
+        assert values > 10_000
+        # Sums in bf16 differ by up to 2^-8, and numbers of e4m3 by 2^-3.
+        assert flipped < 0.05 * values
     assert report["copy"]["processes"] == 8
 
 
@@ -302,6 +314,25 @@ def test_the_copy_in_the_runs_precision_has_float8(precision: str, tmp_path: Pat
     assert own.model.hidden_size % 16 == 0
     assert own.model.ffn_hidden_size is not None
     assert own.model.ffn_hidden_size % 16 == 0
+
+
+def test_flips_of_float8_are_counted() -> None:
+    """Two ranks have the columns, and a recomputation has all values again."""
+    values = torch.tensor([[1.0, 2.0, 3.0, 4.0], [-0.0, 6.0, 7.0, 8.0]])
+    other = values.clone()
+    other[1] = torch.tensor([0.0, 6.5, 7.0, 9.0])
+
+    def record(*parts: torch.Tensor) -> RankRecord:
+        rounded = [part.to(torch.float8_e4m3fn) for part in parts]
+        operands = tuple(
+            RoundedOperand("input of x", None, each, torch.ones(())) for each in rounded
+        )
+        step = SimpleNamespace(operands=operands)
+        return RankRecord(GridCoordinate(0, 0, 0), [cast(RecordedStep, step)])
+
+    ranks = [record(*[part] * 2) for part in other.chunk(2, dim=1)]
+    assert count_flips(ranks, record(values), 0) == (2, 8)
+    assert count_flips([record(values, values)], record(values), 0) == (0, 8)
 
 
 @pytest.mark.full
