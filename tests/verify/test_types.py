@@ -56,11 +56,16 @@ HEALTHY = {
         "--loss-mean step --zero-stage 3",
         8,
     ),
+    # Ranks send uneven parts of Muon's matrices.
     "experts and sequences": (
         "--num-experts 16 --expert-model-parallel-size 4 --moe-aux-loss-coeff 0.01 "
-        "--tensor-model-parallel-size 2 --context-parallel-size 2 --fp16",
+        "--tensor-model-parallel-size 2 --context-parallel-size 2 --fp16 --optimizer muon "
+        "--zero-stage 3 --moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate "
+        "--micro-batch-size 1",
         8,
     ),
+    # Each copy of the model has a group for Muon.
+    "copies": ("--optimizer muon --sharding-strategy hsdp --hsdp-shard-size 2 --num-layers 1", 4),
 }
 
 

@@ -67,7 +67,7 @@ def run_typed_rank(plan: Plan, rank: int, kind: str) -> RankTypes:
             built = build_rank(plan, rank)
             engine = built.engine
             types = ForwardTypes(built.mesh, axes)
-            recorder = Recorder(found, flow, name_groups(built.mesh))
+            recorder = Recorder(found, flow, name_groups(built.mesh, engine))
             checks = UpdateChecks(
                 engine, built.mesh, found, recorder, flow, passes=min(microbatches, 2)
             )
