@@ -43,8 +43,6 @@ def check_experts(settings: ConfigWithOrigin) -> Iterator[Finding]:
         yield error(f"{settings.describe('model.moe_layer_freq')}: {failure}.")
     if model.moe_router_topk > number:
         yield error(f"{settings.describe(_TOPK)} must be at most {asked}.")
-    if (model.moe_router_topk, model.moe_router_score_function) == (1, "softmax"):
-        yield from _check_single_choice(settings)
     size = settings.config.parallel.expert_model_parallel_size
     if size >= 1 and number % size:
         possible = [n for n in range(1, number + 1) if number % n == 0]
@@ -58,12 +56,9 @@ def check_experts(settings: ConfigWithOrigin) -> Iterator[Finding]:
             f"{settings.describe(_BIAS)} needs --moe-router-score-function sigmoid: a bias on "
             f"scores that are a softmax has no fixed meaning; use --moe-aux-loss-coeff instead."
         )
-    yield from _check_layer(settings)
-
-
-def _check_single_choice(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Check that a router that chooses one expert gets a gradient. Megatron-LM refuses it too."""
-    if not settings.config.model.moe_router_pre_softmax:
+    # Megatron-LM refuses it too.
+    spread = model.moe_router_pre_softmax or model.moe_router_score_function == "sigmoid"
+    if model.moe_router_topk == 1 and not spread:
         # A checkpoint that was trained so needs it, because its weights fit no other router.
         kind = error if settings.config.checkpoint.load is None else warning
         yield kind(
@@ -71,6 +66,7 @@ def _check_single_choice(settings: ConfigWithOrigin) -> Iterator[Finding]:
             "expert is 1, so the loss of the tokens gives the router no gradient, and only "
             "auxiliary losses do. Add --moe-router-pre-softmax to a new run."
         )
+    yield from _check_layer(settings)
 
 
 def _check_layer(settings: ConfigWithOrigin) -> Iterator[Finding]:

@@ -115,8 +115,8 @@ def format_report(report: Mapping[str, Any]) -> Iterator[str]:
     if report["float8_flips"] is not None:
         flipped, values = report["float8_flips"]
         yield (
-            f"float8: in its first step, at least {flipped:,} of {values:,} values differ from those "
-            "of one process, because other sums before them are rounded"
+            f"float8: in its first step, at least {flipped:,} of {values:,} values differ from "
+            "those of one process, because other sums before them are rounded"
         )
     if report["note"] is not None:
         yield f"note: {report['note']}"
