@@ -18,8 +18,8 @@ from megatron.plan.run_plan import Plan
 
 _CHANGES_NO_STEP = re.compile(
     # Files, logs and the vocabulary. A copy reads bytes, and the report says from where.
-    r"(checkpoint|logging|profiling|tokenizer)\..*|data\.(.*path.*|split|.*num_workers|data_cache_gb|"
-    r"data_impl|allow_changed_data)|"
+    r"(checkpoint|logging|profiling|tokenizer)\..*|"
+    r"data\.(.*path.*|split|.*num_workers|data_cache_gb|data_impl|allow_changed_data)|"
     # Checks that stop a run, and what depends on the machine.
     r"parallel\.(check_invariants_interval|replay_.*|straggler_.*|hang_timeout|distributed_.*|"
     r"local_rank)|kernels\.attention_backend|precision\.fp8_emulate|"
