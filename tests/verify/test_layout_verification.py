@@ -193,7 +193,7 @@ EXPERT_COPIES = {
         [
             "more than two data-parallel ranks",
             TOO_FEW,
-            "experts that ranks divide, over data-parallel ranks",
+            "experts that ranks divide over data-parallel ranks",
         ],
     ),
     "stages of 16": (f"{EP} 4 {TP} {PP}", 16, 16, "tensor 2 x pipeline 2 x data 4", (4, 4), []),

@@ -90,7 +90,7 @@ def list_structures(groups: Groups) -> dict[str, frozenset[int]]:
     for kind, axis in product(_EXPERT_GROUPS, axes):
         common = groups.get(kind, frozenset()) & groups[axis]
         if len(common) > 1:
-            found[f"{_GROUPS[kind][0]}, over {_GROUPS[axis][1]}"] = common
+            found[f"{_GROUPS[kind][0]} over {_GROUPS[axis][1]}"] = common
     return found
 
 
