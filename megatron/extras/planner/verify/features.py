@@ -22,7 +22,7 @@ _CHANGES_NO_STEP = re.compile(
     r"data\.(.*path.*|split|.*num_workers|data_cache_gb|data_impl|allow_changed_data)|"
     # Checks that stop a run, and what depends on the machine.
     r"parallel\.(check_invariants_interval|replay_.*|straggler_.*|hang_timeout|distributed_.*|"
-    r"local_rank)|kernels\.attention_backend|precision\.fp8_emulate|"
+    r"sync_tp_.*|local_rank)|kernels\.attention_backend|precision\.fp8_emulate|"
     # A copy has a length of its own, and no evaluation.
     r"batch\.(train_(iters|samples|tokens)|global_batch_size|gradient_accumulation_steps|eval_.*|"
     r"exit_.*|kill_switch_path|max_nan_iterations)|"
