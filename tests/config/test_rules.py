@@ -407,6 +407,10 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ({"ademamix_alpha": -1.0}, "--ademamix-alpha -1.0 must be at least 0."),
     ({"ademamix_beta3_warmup": 0}, "--ademamix-beta3-warmup 0 must be at least 1."),
     ({"num_experts": 1}, "--num-experts 1 must be at least 2"),
+    (
+        {"num_experts": 4, "moe_router_topk": 1},
+        "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax over a single expert is 1",
+    ),
     ({"num_experts": 4, "moe_router_topk": 5}, "--moe-router-topk 5 must be at most --num-experts"),
     (
         {"num_experts": 4, "moe_layer_freq": "[1]*9"},
@@ -623,6 +627,10 @@ UNUSUAL: list[tuple[dict[str, object], str]] = [
     ),
     ({"moe_router_topk": 1}, "--moe-router-topk 1 has no effect without --num-experts."),
     ({"num_experts": 4}, "nothing balances the experts of --num-experts 4"),
+    (
+        {"num_experts": 4, "moe_router_topk": 1, "load": "run", "moe_aux_loss_coeff": 0.01},
+        "--moe-router-topk 1 needs --moe-router-pre-softmax",
+    ),
     (
         {
             "num_experts": 4,

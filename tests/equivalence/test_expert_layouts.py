@@ -53,6 +53,7 @@ MODELS = {
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.05",
     # 32 experts for 64 tokens: some have none in most steps.
     "empty experts, goldfish": f"{STEADY} {LLAMA} --num-experts 32 --moe-router-topk 1 "
+    "--moe-router-pre-softmax "
     "--moe-router-pre-softmax --goldfish-loss --goldfish-k 3 --goldfish-h 5 "
     "--moe-layer-freq 2 --moe-router-load-balancing-type none",
 }

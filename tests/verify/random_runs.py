@@ -86,6 +86,50 @@ def draw_triple(draw: st.DrawFn) -> tuple[str, int]:
     return " ".join(flags), tensor * pipeline * data * context
 
 
+_EXPERT_GROUPS = (
+    ("--moe-router-topk 1 --moe-router-pre-softmax", "--moe-router-topk 3", ""),
+    (
+        "",
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+        "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk 4",
+    ),
+    (
+        "--moe-aux-loss-coeff 0.01",
+        "--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type seq_aux_loss",
+        "--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type global_aux_loss",
+        "--moe-z-loss-coeff 0.001",
+    ),
+    ("", "--moe-layer-freq 2", "--moe-layer-freq ([0]*1+[1]*7)"),
+    ("", "--moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate", "--add-mlp-bias"),
+    ("", "--zero-stage 0", "--zero-stage 2", "--zero-stage 3", "--sharding-strategy hsdp"),
+)
+"""Choices of runs with experts."""
+
+
+@st.composite
+def draw_expert_run(draw: st.DrawFn) -> tuple[str, int]:
+    """Return the flags of a run with experts, which ranks divide, and its number of processes."""
+    tensor, pipeline, context = (draw(st.sampled_from((1, 1, 2))) for _ in range(3))
+    data = draw(st.sampled_from((2, 4, 8)))
+    ranks = tensor * context * data
+    experts = draw(st.sampled_from([n for n in (2, 4, 8) if n <= ranks]))
+    features = [draw(st.sampled_from(choices)) for choices in _EXPERT_GROUPS]
+    if "hsdp" in features[-1]:
+        features.append(f"--hsdp-shard-size {draw(st.sampled_from((2, data // 2)))}")
+    features += draw(st.lists(st.sampled_from(_SWITCHES), unique=True, max_size=2))
+    flags = [
+        f"--num-experts 16 --expert-model-parallel-size {experts}",
+        f"--context-parallel-size {context}",
+        f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline}",
+        f"--num-layers 8 --micro-batch-size 1 --seed {draw(st.integers(0, 10_000))}",
+        f"--vocab-file {VOCAB} --merge-file {MERGES} --vocab-size 5000",
+        draw(st.sampled_from(_BATCHES)),
+        draw(st.sampled_from(("", "--cp-comm-type a2a", "--optimizer muon"))),
+        *features,
+    ]
+    return " ".join(flags), ranks * pipeline
+
+
 @st.composite
 def draw_run(draw: st.DrawFn) -> tuple[str, int]:
     """Return the flags of a run and its number of processes. Some combinations are invalid."""

@@ -2,20 +2,25 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tiny_corpus import MERGES, VOCAB
-from verify.mutation import ITERATIONS, MODEL, RUN_CHECKS
+from verify.mutation import ITERATIONS, MODEL, PP, RUN_CHECKS, TP
 from verify.mutations import MUTATIONS
-from verify.random_runs import draw_run, draw_triple
+from verify.random_runs import draw_expert_run, draw_run, draw_triple
 from verify.verifier import Verifier
 
 from megatron.base import exit_codes
 from megatron.base.errors import ConfigError
 from megatron.commands.verify import VerifyArguments, main, resolve_command
 from megatron.extras.planner.verify import launching
+from megatron.extras.planner.verify.comparison import count_flips
+from megatron.extras.planner.verify.recording import RankRecord, RecordedStep, RoundedOperand
 from megatron.extras.planner.verify.reduction import (
     find_common_size,
     reduce_plan,
@@ -23,6 +28,7 @@ from megatron.extras.planner.verify.reduction import (
 )
 from megatron.extras.planner.verify.report import describe_layout
 from megatron.extras.training.float8.recipe import list_float8_layers
+from megatron.parallel.grid import GridCoordinate
 
 SHORT = {
     "gradients of norms are not summed under sequence parallelism",
@@ -52,6 +58,14 @@ FLOAT8 = (
     "--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16 "
     "--num-layers-at-end-in-bf16 3 --fp8-start-iteration 50"
 )
+EP = "--num-experts 16 --expert-model-parallel-size"
+SETTINGS_OF_NO_COPY = (
+    "--skip-train-iteration-range 2-3",
+    "--moe-router-load-balancing-type global_aux_loss",
+    "--muon-fp32-matmul-prec medium",
+    "--use-torch-compile",
+    "--spike-guard skip-step",
+)
 EXAMPLES = int(os.environ.get("VERIFY_EXAMPLES", "20"))
 """Number of random runs. docs/tests.md says how many ran, and what they found."""
 
@@ -69,10 +83,16 @@ def test_an_irregular_run_equals_one_process(
 ) -> None:
     report = verifier.run(f"{IRREGULAR} {precision}", 16)
     assert report["verified"], report
-    assert report["lost"] == []
+    assert report["lost"] == ["more than two tensor-parallel ranks"]
     assert "query groups that ranks share" in report["kept"]
     assert "stages of unequal size" in report["kept"]
     assert len(report["comparisons"]) == comparisons
+    assert (report["float8_flips"] is None) == (FLOAT8 not in precision)
+    if report["float8_flips"] is not None:
+        flipped, values = report["float8_flips"]
+        assert values > 10_000
+        # Sums in bf16 differ by up to 2^-8, and numbers of e4m3 by 2^-3.
+        assert flipped < 0.05 * values
     assert report["copy"]["processes"] == 8
 
 
@@ -101,7 +121,11 @@ SHARED_SEQUENCES = {
         32,
         "tensor 2 x pipeline 2 x data 1 x context 2",
         ["exchange of heads between ranks of a sequence", "a sequence length that changes"],
-        ["data parallelism", "more than two ranks of a sequence"],
+        [
+            "more than two ranks of a sequence",
+            "data parallelism",
+            "more than two shards of each copy",
+        ],
     ),
     # The length is divided by 2 x 3.
     "three": (
@@ -138,7 +162,7 @@ def test_the_layout_of_a_copy_with_shared_sequences(name: str, tmp_path: Path) -
             "--sharding-strategy hsdp --hsdp-shard-size 4 --micro-batch-size 1",
             32,
             4,
-            ["more than two copies of the model", "more than two shards of each copy"],
+            ["more than two shards of each copy", "more than two copies of the model"],
         ),
     ],
 )
@@ -153,6 +177,97 @@ def test_a_copy_names_the_ranks_that_it_has_no_room_for(
     assert reduction.plan.grid.data == data
     assert list(reduction.lost) == lost
     assert ("more than two data-parallel ranks" in reduction.kept) == (data > 2)
+
+
+TOO_FEW = "more than two ranks that divide the experts"
+EXPERT_COPIES = {
+    # Flags and processes of a run, --processes, the layout of its copy, the ranks that divide its
+    # experts and share a copy of the model, and what it lacks.
+    "tensor-parallel ranks": (f"{EP} 4 {TP}", 8, 8, "tensor 2 x pipeline 1 x data 4", (4, 4), []),
+    "stages": (
+        f"{EP} 4 {TP} {PP}",
+        16,
+        8,
+        "tensor 2 x pipeline 2 x data 2",
+        (2, 2),
+        [
+            "more than two data-parallel ranks",
+            TOO_FEW,
+            "experts that ranks divide over data-parallel ranks",
+        ],
+    ),
+    "stages of 16": (f"{EP} 4 {TP} {PP}", 16, 16, "tensor 2 x pipeline 2 x data 4", (4, 4), []),
+    "ranks of a sequence": (
+        f"{EP} 4 --context-parallel-size 2",
+        8,
+        8,
+        "tensor 1 x pipeline 1 x data 4 x context 2",
+        (4, 8),
+        [],
+    ),
+    "copies": (
+        f"{EP} 2 --sharding-strategy hsdp --hsdp-shard-size 4",
+        8,
+        8,
+        "tensor 1 x pipeline 1 x data 8",
+        (2, 4),
+        [],
+    ),
+    "several copies": (
+        f"{EP} 4 --sharding-strategy hsdp --hsdp-shard-size 2 --micro-batch-size 1",
+        16,
+        8,
+        "tensor 1 x pipeline 1 x data 8",
+        (4, 2),
+        ["more than two copies of each expert"],
+    ),
+    "all": (
+        f"{EP} 4",
+        4,
+        8,
+        "tensor 1 x pipeline 1 x data 2",
+        (2, 2),
+        ["more than two data-parallel ranks"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPERT_COPIES)
+def test_a_copy_has_copies_of_experts_if_the_run_has_them(name: str, tmp_path: Path) -> None:
+    flags, world_size, processes, layout, shards, lost = EXPERT_COPIES[name]
+    words = f"{MODEL} {ITERATIONS} {flags}".split()
+    plan, _ = resolve_command(VerifyArguments(world_size=world_size), words)
+    reduction = reduce_plan(plan, tmp_path, processes)
+    assert describe_layout(reduction.plan) == layout
+    assert (reduction.plan.expert_size, reduction.plan.shard_size) == shards
+    assert list(reduction.lost) == lost
+
+
+@pytest.mark.parametrize(
+    ("flags", "lost"),
+    [
+        (
+            f"{EP} 2 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01",
+            True,
+        ),
+        ("--use-torch-compile", True),
+        ("--spike-guard skip-step", True),
+        ("--skip-train-iteration-range 2-3", True),
+        (f"{EP} 2 --bf16", True),
+        ("--bf16 --grad-reduce-in-bf16", False),
+        ("--fp16 --loss-scale 128", False),
+        # Without a run in 16 bits, no copy has such products.
+        ("--optimizer muon --muon-fp32-matmul-prec medium", True),
+        ("--optimizer muon --muon-nesterov --bf16", False),
+        ("--weight-decay 0.3 --adam-eps 1e-7 --clip-grad 0.5 --eval-iters 7", False),
+    ],
+)
+def test_a_setting_that_no_copy_has_is_listed(flags: str, lost: bool, tmp_path: Path) -> None:
+    words = f"{MODEL} {ITERATIONS} {flags}".split()
+    plan, _ = resolve_command(VerifyArguments(world_size=2), words)
+    names = [each for each in reduce_plan(plan, tmp_path).lost if each.startswith("--")]
+    expected = [each for each in (*SETTINGS_OF_NO_COPY, "--bf16") if each in flags]
+    assert names == (expected if lost else [])
 
 
 SMALLEST = (
@@ -199,6 +314,25 @@ def test_the_copy_in_the_runs_precision_has_float8(precision: str, tmp_path: Pat
     assert own.model.hidden_size % 16 == 0
     assert own.model.ffn_hidden_size is not None
     assert own.model.ffn_hidden_size % 16 == 0
+
+
+def test_flips_of_float8_are_counted() -> None:
+    """Two ranks have the columns, and a recomputation has all values again."""
+    values = torch.tensor([[1.0, 2.0, 3.0, 4.0], [-0.0, 6.0, 7.0, 8.0]])
+    other = values.clone()
+    other[1] = torch.tensor([0.0, 6.5, 7.0, 9.0])
+
+    def record(*parts: torch.Tensor) -> RankRecord:
+        rounded = [part.to(torch.float8_e4m3fn) for part in parts]
+        operands = tuple(
+            RoundedOperand("input of x", None, each, torch.ones(())) for each in rounded
+        )
+        step = SimpleNamespace(operands=operands)
+        return RankRecord(GridCoordinate(0, 0, 0), [cast(RecordedStep, step)])
+
+    ranks = [record(*[part] * 2) for part in other.chunk(2, dim=1)]
+    assert count_flips(ranks, record(values), 0) == (2, 8)
+    assert count_flips([record(values, values)], record(values), 0) == (0, 8)
 
 
 @pytest.mark.full
@@ -248,7 +382,7 @@ def test_the_runs_of_the_mutations_are_healthy(numbers: range, verifier: Verifie
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-@given(run=st.one_of(draw_run(), draw_triple()))
+@given(run=st.one_of(draw_run(), draw_triple(), draw_expert_run()))
 def test_no_false_alarm_on_random_runs(run: tuple[str, int], verifier: Verifier) -> None:
     flags, world_size = run
     try:

@@ -56,6 +56,16 @@ def check_experts(settings: ConfigWithOrigin) -> Iterator[Finding]:
             f"{settings.describe(_BIAS)} needs --moe-router-score-function sigmoid: a bias on "
             f"scores that are a softmax has no fixed meaning; use --moe-aux-loss-coeff instead."
         )
+    # Megatron-LM refuses it too.
+    spread = model.moe_router_pre_softmax or model.moe_router_score_function == "sigmoid"
+    if model.moe_router_topk == 1 and not spread:
+        # A checkpoint that was trained so needs it, because its weights fit no other router.
+        kind = error if settings.config.checkpoint.load is None else warning
+        yield kind(
+            f"{settings.describe(_TOPK)} needs --moe-router-pre-softmax: the softmax over a single "
+            "expert is 1, so the loss of the tokens gives the router no gradient, and only "
+            "auxiliary losses do. Add --moe-router-pre-softmax to a new run."
+        )
     yield from _check_layer(settings)
 
 

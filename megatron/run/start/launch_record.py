@@ -43,7 +43,8 @@ def train_and_record(run: Run, start_seconds: float, parts: Parts) -> None:
     except BaseException as error:
         # The event is written when the files are closed, after the error was printed. A file system
         # that does not respond must not delay the message.
-        run.reporter.record("stop", describe_error(error), at_close=True)
+        details = {**describe_error(error), **run.replay.finish()}
+        run.reporter.record("stop", details, at_close=True)
         raise
     if stop == StopReason.NONE:
         reason = "complete"
@@ -54,7 +55,8 @@ def train_and_record(run: Run, start_seconds: float, parts: Parts) -> None:
     run.reporter.add_last_phases(phases)
     # The metrics file has these seconds for each iteration. No iteration follows the last ones.
     seconds = {f"{name}_seconds": round(phases.get(name, 0.0), 3) for name in (SAVE, EVALUATE)}
-    run.reporter.record("stop", {"reason": reason, **seconds}, at_close=True)
+    details = {"reason": reason, **seconds, **run.replay.finish()}
+    run.reporter.record("stop", details, at_close=True)
 
 
 def describe_start(run: Run, start_seconds: float) -> dict[str, Any]:

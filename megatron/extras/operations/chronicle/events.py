@@ -327,6 +327,9 @@ def describe_stop(details: Mapping[str, Any]) -> str:
         # The file may have been edited.
         if isinstance(seconds, int | float) and 0 < seconds < 1e11:
             text += f"; {words} {format_duration(seconds)}"
+    if "replays" in details:
+        differed = format_value(details.get("replays_with_difference"))
+        text += f"; {format_value(details['replays'])} replays, {differed} with a difference"
     return text
 
 

@@ -171,6 +171,7 @@ def build_rank(plan: Plan, rank: int) -> FakeRank:
         initialise=lambda *arguments: None,
         operators=build_operators(plan.config.kernels, has_dropout=plan.config.model.has_dropout),
     )
+    gpu.name_groups(name_groups(mesh, engine))
     built.append(FakeRank(plan, mesh, timers, engine, gpu))
     _label_state(built[0])
     gpu.name_streams(_name_streams(engine))
@@ -188,9 +189,15 @@ def _choose_engine(plan: Plan) -> type[NativeEngine]:
     return cast(type[NativeEngine], FLOAT8.load("cuda"))
 
 
-def name_groups(mesh: Mesh) -> dict[str, str]:
-    """Return torch's names of the groups -> their names in the report."""
+def name_groups(mesh: Mesh, engine: NativeEngine | None = None) -> dict[str, str]:
+    """Return torch's names of the groups -> their names in the report.
+
+    Args:
+        mesh: The rank's groups.
+        engine: The engine, if it exists. Muon has a group of its own.
+    """
     groups: dict[str, dist.ProcessGroup | None] = {
+        "copy": getattr(engine._optimizer, "_group", None) if engine is not None else None,
         "control": mesh.control,
         "world": dist.group.WORLD if mesh.devices is not None else None,
     }

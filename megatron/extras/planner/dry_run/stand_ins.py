@@ -281,6 +281,9 @@ def install_stand_ins(
     }
     for name, stand_in in stand_ins.items():
         setattr(torch.cuda, name, stand_in)
+    # FSDP2 lets this stream wait for events of another one, with ZeRO 3 and a pipeline. torch's own
+    # stream would read the memory of a `FakeEvent` as that of an event.
+    torch.accelerator.current_stream = get_current_stream
     # DeepSpeed marks its phases for a profiler.
     torch.cuda.nvtx.range_push = lambda message: 0
     torch.cuda.nvtx.range_pop = lambda: 0

@@ -75,8 +75,9 @@ class Recorder(TorchDispatchMode):
         if sent:
             shape = tuple(sent[0].shape)
             dtype = str(sent[0].dtype).removeprefix("torch.")
-        # The fifth argument has the rows for each rank.
-        if kind == "all_to_all" and len(set(args[4])) > 1:
+        # The fifth argument has the rows for each rank, if they may be uneven. Those of this rank
+        # may be even by chance, such as Muon's parts of matrices.
+        if kind == "all_to_all" and args[4]:
             shape = shape[1:]
         if any(map(self._flow.find, sent)):
             # The last of FSDP2's shards are smaller, or empty.

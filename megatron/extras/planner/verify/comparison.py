@@ -376,6 +376,36 @@ def compare_operands(
                     yield compare_exactly(COMPARISON, steps[0].iteration, subject, *plain)
 
 
+def count_flips(copy: Sequence[RankRecord], single: RankRecord, step: int) -> tuple[int, int]:
+    """Count the values in float8 of a step that differ from those of one process.
+
+    Returns:
+        How many differ at least, and of how many. An operand's values are compared by how often
+        each number occurs, so two flips of opposite directions may hide each other.
+    """
+    found, expected = _count_codes(copy, step), _count_codes([single], step)
+    flips = 0.0
+    for name, counts in expected.items():
+        # Replicas and recomputations multiply all counts of an operand by the same number.
+        others = found[name] * (counts.sum() / found[name].sum())
+        flips += float((others - counts).abs().sum()) / 2
+    return round(flips), round(sum(float(counts.sum()) for counts in expected.values()))
+
+
+def _count_codes(ranks: Sequence[RankRecord], step: int) -> dict[str, Tensor]:
+    """Return how often each byte occurs in the values of an operand, fp64[256], by its name."""
+    found: dict[str, Tensor] = {}
+    for rank in ranks:
+        for operand in rank.steps[step].operands:
+            codes = operand.values.contiguous().view(torch.uint8).flatten().long()
+            counts = torch.bincount(codes, minlength=256).double()
+            # Byte 128 is the zero with a sign.
+            counts[0] += counts[128]
+            counts[128] = 0
+            found[operand.name] = found.get(operand.name, torch.zeros(256).double()) + counts
+    return found
+
+
 def _find_scale(matrices: Sequence[Tensor], by_row: bool, kind: torch.dtype) -> Tensor:
     """Return the largest power of two with which all values fit into a format, in fp64."""
     sizes = [x.double().abs() for x in matrices]

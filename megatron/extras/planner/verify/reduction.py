@@ -1,12 +1,13 @@
 """The reduced copy of a run: the smallest layout and model that still have each of its features.
 
-Invariant: a feature of the run that the copy lacks is in `Reduction.lost`, and each field of the
-configuration that differs is in `Reduction.changes`. The report lists both.
+Invariant: what the run has and the copies lack is in `Reduction.lost` (see `features`), and each
+field of the configuration that differs is in `Reduction.changes`. The report lists both.
 """
 
 import math
 import re
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,16 @@ from megatron.config.fields import build_config, flatten
 from megatron.config.layer_choice import choose_layers
 from megatron.config.precision import PrecisionConfig
 from megatron.config.tree import Config
+from megatron.extras.planner.verify.features import (
+    REDUCED_EXPERTS,
+    compare_structures,
+    find_lost_settings,
+    has_neighbours,
+    list_features,
+    list_groups,
+    list_plan_groups,
+)
 from megatron.extras.training.float8.recipe import MULTIPLE
-from megatron.parallel.context import reads_neighbours
 from megatron.parallel.grid import Grid
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
@@ -36,9 +45,6 @@ COMPARED = 4
 """The last iteration of the copy."""
 HEAD = 8
 """Channels of a head, without float8."""
-FLOAT8 = "float8 (emulated, in the run's precision only)"
-"""A feature that only the copy in the run's own precision has."""
-EXPERTS_IN_16_BITS = "experts in the run's precision, in which a choice may differ by rounding"
 SEQUENCE = 32
 """Tokens of a sample, except with three context-parallel ranks."""
 VOCABULARY = 257
@@ -74,10 +80,10 @@ class Reduction:
     """The plan of the copy, in fp32."""
     changes: tuple[tuple[str, Any, Any], ...]
     """Dotted name of a field, its value in the run, and in the copy."""
-    kept: tuple[str, ...]
-    """Features of the run that the copy has."""
-    lost: tuple[str, ...]
-    """Features of the run that the copy does not have."""
+    kept: tuple[str, ...] = ()
+    """Features of the run that the copy has, in either precision."""
+    lost: tuple[str, ...] = ()
+    """Features and flags of the run that no copy has."""
 
 
 def reduce_plan(plan: Plan, folder: Path, most_processes: int = MOST_PROCESSES) -> Reduction:
@@ -109,14 +115,34 @@ def reduce_plan(plan: Plan, folder: Path, most_processes: int = MOST_PROCESSES) 
     if copy.errors:
         raise ConfigError("the reduced copy has errors:\n  - " + "\n  - ".join(copy.errors))
     after = flatten(copy.config)
-    features = _list_features(plan)
-    present = (*_list_features(copy), FLOAT8)
-    return Reduction(
-        copy,
-        tuple((name, before[name], after[name]) for name in after if before[name] != after[name]),
-        tuple(name for name in features if name in present),
-        tuple(name for name in features if name not in present),
-    )
+    names = [name for name in after if before[name] != after[name]]
+    changes = tuple((name, before[name], after[name]) for name in names)
+    reduction = Reduction(copy, changes)
+    return _compare(plan, values, reduction)
+
+
+def _compare(plan: Plan, values: Values, reduction: Reduction) -> Reduction:
+    """Return the reduction with what the copies have of the run, and what they lack.
+
+    Args:
+        plan: The plan of the run.
+        values: The settings that were given to the copy in fp32.
+        reduction: The copy in fp32.
+    """
+    copies = [reduction.plan]
+    given = set(values)
+    own = use_own_precision(reduction, plan.config)
+    if own is not None:
+        copies.append(resolve(own, reduction.plan.world_size))
+        plain = flatten(reduction.plan.config)
+        given |= {name for name, value in flatten(own).items() if value != plain[name]}
+    present = {feature for each in copies for feature in list_features(each)}
+    features = list(list_features(plan))
+    kept, lost = compare_structures(list_plan_groups(plan), list_plan_groups(reduction.plan))
+    kept += [feature for feature in features if feature in present]
+    lost += [feature for feature in features if feature not in present]
+    lost += find_lost_settings(plan.config, [each.config for each in copies], given)
+    return replace(reduction, kept=tuple(kept), lost=tuple(lost))
 
 
 def _replace_given(plan: Plan, reduced: Values) -> Values:
@@ -159,7 +185,7 @@ def _choose_grid(plan: Plan, most: int) -> Grid:
 
 
 def _enlarge_grid(plan: Plan, grid: Grid, most: int) -> Grid:
-    """Return the grid with more stages and more context-parallel ranks, if there is room."""
+    """Return the grid with more stages and more ranks of a stage, if there is room."""
     size = plan.config.parallel.context_parallel_size
     larger = []
     # A third stage is neither the first nor the last one. With two tensor-parallel and two
@@ -172,11 +198,58 @@ def _enlarge_grid(plan: Plan, grid: Grid, most: int) -> Grid:
     several = plan.data_parallel_size > 2 and grid.data == 2
     if several and dense and min(plan.copies, plan.shard_size) == 1:
         larger += [replace(each, data=3) for each in (*larger, grid)]
+    # Experts may be on ranks of several axes, and have copies too.
+    if any(_choose_shards(plan, grid)[2]):
+        data = [n for n in (2 * grid.data, 4 * grid.data) if n <= plan.data_parallel_size]
+        larger += [replace(each, data=n) for each in (*larger, grid) for n in data]
     # Then there are ranks that have neither end of the sequence nor its middle.
     if size > grid.context > 1:
         larger += [replace(each, context=3 if size % 2 else 4) for each in (*larger, grid)]
-    fitting = [each for each in larger if each.world_size <= most]
-    return max(fitting, key=lambda it: (it.pipeline, it.context, it.data), default=grid)
+    fitting = [each for each in (grid, *larger) if each.world_size <= most]
+
+    def rank(each: Grid) -> tuple[int, ...]:
+        reduced, others = _choose_shards(plan, each)[2]
+        # Two data-parallel ranks are too few, and many take time.
+        return -reduced, -others, each.pipeline, each.context, min(each.data, 3)
+
+    return max(fitting, key=rank, default=grid)
+
+
+def _choose_shards(plan: Plan, grid: Grid) -> tuple[int, int, tuple[int, int]]:
+    """Choose how the data x context ranks of a grid share the model and its experts.
+
+    Returns:
+        The ranks that share a copy of the model, those that divide the experts, and how many
+        features of the groups of experts the copy lacks: of reductions, and others.
+    """
+    run = list_plan_groups(plan)
+    shards = [grid.weight_ranks]
+    if plan.shard_size == 1:
+        shards = [1]
+    elif plan.copies > 1:
+        # If the ranks of a sequence do not hold several copies, they do not in the copy.
+        whole = plan.shard_size >= plan.config.parallel.context_parallel_size > 1
+        first = grid.context if whole else 2
+        larger = min(plan.shard_size, 2 * first)
+        shards = [first] + [larger] * (grid.weight_ranks % (2 * larger) == 0)
+    ranks = grid.tensor * grid.weight_ranks
+    size = plan.expert_size or 1
+    fits = [n for n in (2, 4, 8) if n <= size and ranks % n == 0]
+    # The plan has the same rule about the ranks of a copy.
+    pairs = [
+        (n, e)
+        for n, e in product(shards, fits)
+        if not (grid.tensor * n % e and e % (grid.tensor * n))
+    ]
+    choices = []
+    for shard, experts in pairs or [(shards[0], 1)]:
+        groups = list_groups(grid, shard, None if plan.expert_size is None else experts)
+        lost = compare_structures(run, groups)[1]
+        reduced = sum(each.startswith(REDUCED_EXPERTS) for each in lost)
+        others = sum("experts" in each and "more" not in each for each in lost) - reduced
+        choices.append((reduced, others, shard, experts))
+    reduced, others, shard, experts = min(choices)
+    return shard, experts, (reduced, others)
 
 
 def _reduce_model(plan: Plan, grid: Grid) -> Values:
@@ -228,7 +301,6 @@ def _reduce_model(plan: Plan, grid: Grid) -> Values:
 def _reduce_experts(plan: Plan, grid: Grid) -> Values:
     """Return the numbers of experts and their ranks, and enlarged auxiliary losses."""
     model = plan.config.model
-    parallel = plan.config.parallel
     if model.num_experts is None:
         return {}
     loss = plan.config.loss
@@ -243,13 +315,6 @@ def _reduce_experts(plan: Plan, grid: Grid) -> Values:
         few = 4 if groups > 2 else groups
         number = few * 2
         values |= {"model.moe_router_num_groups": few, "model.moe_router_group_topk": best}
-    ranks = grid.tensor * grid.data * grid.context
-    size = parallel.expert_model_parallel_size
-    tensor = parallel.tensor_model_parallel_size
-    if size > 1:
-        # Experts on all ranks of a stage, or on more than the tensor-parallel ones, stay there.
-        fits = [n for n in (2, 4) if ranks % n == 0]
-        size = max(fits, default=1) if size > tensor else min(fits, default=1)
     if set(plan.shape.expert_layers) == set(range(model.num_layers)):
         frequency = "1"
     else:
@@ -258,7 +323,7 @@ def _reduce_experts(plan: Plan, grid: Grid) -> Values:
         "model.num_experts": number,
         "model.moe_router_topk": topk,
         "model.moe_layer_freq": frequency,
-        "parallel.expert_model_parallel_size": size,
+        "parallel.expert_model_parallel_size": _choose_shards(plan, grid)[1],
         # The choices of a step so far depend on the order of its microbatches.
         "loss.moe_router_load_balancing_type": loss.moe_router_load_balancing_type.replace(
             "global_", ""
@@ -300,20 +365,10 @@ def _reduce_heads(plan: Plan, grid: Grid) -> tuple[int, int]:
 def _choose_window(plan: Plan, grid: Grid) -> int:
     """Return the number of keys that a query of the copy reads, if the run has a window."""
     length = get_length(grid.context)
-    if grid.context == 1 or _reads_neighbours(plan):
+    if grid.context == 1 or has_neighbours(plan):
         return length // 4
     # The window is so wide that context-parallel ranks gather all keys.
     return length - length // grid.context + 2
-
-
-def _reads_neighbours(plan: Plan) -> bool:
-    """Return whether context-parallel ranks receive only the keys of a window."""
-    model = plan.config.model
-    parallel = plan.config.parallel
-    size = parallel.context_parallel_size
-    if size == 1 or parallel.exchanges_heads:
-        return False
-    return reads_neighbours(size, model.seq_length, model.sliding_window)
 
 
 def get_length(context: int) -> int:
@@ -337,9 +392,7 @@ def _reduce_parallel(plan: Plan, grid: Grid) -> Values:
         "parallel.replay_interval": 0,
     }
     if plan.copies > 1 and plan.shard_size > 1:
-        # If the ranks of a sequence do not hold several copies, they do not in the copy.
-        whole = plan.shard_size >= plan.config.parallel.context_parallel_size > 1
-        values["parallel.hsdp_shard_size"] = grid.context if whole else 2
+        values["parallel.hsdp_shard_size"] = _choose_shards(plan, grid)[0]
     return values | _replace_given(plan, {"parallel.num_layers_per_virtual_pipeline_stage": 1})
 
 
@@ -441,8 +494,10 @@ def _reduce_optimizer(plan: Plan, sizes: list[int], lengths: list[int]) -> Value
         # A first step at the rate 0 would leave biases at zero in the second forward pass.
         "optimizer.lr_warmup_init": min(rate, decoupled or rate) / 4,
         "optimizer.adam_eps": ENLARGED_EPSILON,
-        # The products of the default precision are in bf16.
-        "optimizer.muon_fp32_matmul_prec": "high",
+        # The products of the default precision are in bf16. Only Muon has them.
+        "optimizer.muon_fp32_matmul_prec": (
+            "high" if optimizer.optimizer == "muon" else optimizer.muon_fp32_matmul_prec
+        ),
         "optimizer.exp_avg_dtype": "fp32",
         "optimizer.exp_avg_sq_dtype": "fp32",
     }
@@ -504,64 +559,6 @@ def _choose_layers(plan: Plan, values: Values, world_size: int) -> Plan:
             return plans[-1]
     # The form that is lost is listed, because features of both plans are compared.
     return plans[0]
-
-
-def _list_features(plan: Plan) -> list[str]:
-    """Return the features of a layout and its configuration that may interact."""
-    config = plan.config
-    parallel = config.parallel
-    model = config.model
-    batch = config.batch
-    tensor = parallel.tensor_model_parallel_size
-    share = batch.micro_batch_size * plan.data_parallel_size
-    tied = not model.untie_embeddings_and_output_weights
-    features = {
-        "tensor parallelism": tensor > 1,
-        "sequence parallelism": tensor > 1 and parallel.sequence_parallel,
-        "pipeline stages": plan.pipeline_size > 1,
-        "a stage between the first and the last": len(plan.stages) > 2,
-        "stages of unequal size": len(set(plan.layers_per_stage)) > 1,
-        "interleaved stages": plan.stages_per_rank > 1,
-        "data parallelism": plan.data_parallel_size > 1,
-        "context parallelism": parallel.context_parallel_size > 1,
-        "more than two ranks of a sequence": parallel.context_parallel_size > 2,
-        "windows of which only the keys are sent": _reads_neighbours(plan),
-        "exchange of heads between ranks of a sequence": parallel.exchanges_heads,
-        "several copies of the model": plan.copies > 1,
-        "copies that are sharded": plan.shard_size > 1,
-        "more than two data-parallel ranks": plan.data_parallel_size > 2,
-        # With HSDP, four data-parallel ranks may be two copies of two shards.
-        "more than two copies of the model": plan.copies > 2 and plan.shard_size > 1,
-        "more than two shards of each copy": plan.shard_size > 2 and plan.copies > 1,
-        "rates and factors that depend on the size": model.parametrization != "standard",
-        "grouped queries": plan.shape.query_groups < model.num_attention_heads,
-        "query groups that ranks share": plan.shape.query_groups < tensor,
-        "experts": model.num_experts,
-        "experts that ranks divide": parallel.expert_model_parallel_size > 1,
-        EXPERTS_IN_16_BITS: model.num_experts and has_own_precision(config.precision),
-        "padding of the vocabulary": plan.padded_vocab_size > plan.vocab_size,
-        "a word embedding on two stages": plan.pipeline_size > 1 and tied,
-        "several microbatches in a step": plan.batch_size.final > share,
-        "several samples in a microbatch": batch.micro_batch_size > 1,
-        "a batch size that changes": batch.rampup_batch_size or batch.step_batch_size_schedule,
-        "a sequence length that changes": plan.curriculum,
-        "phases of the data": config.data.data_phases,
-        "a mixture of data sets": len(config.data.data_path) > 2,
-        "streamed data": config.data.dataset_format,
-        "masked tokens": plan.can_mask_tokens(training=True),
-        "dropout": model.has_dropout,
-        "recomputation of layers": config.recompute.checkpoint_activations,
-        "recomputation of attention cores": config.recompute.recompute_attention_core,
-        "a length of the run in time": plan.train_seconds,
-        "torch.compile": config.kernels.use_torch_compile,
-        FLOAT8: config.precision.fp8_format,
-        "fused weight gradients": config.kernels.gradient_accumulation_fusion,
-        "DeepSpeed": parallel.deepspeed,
-        "DeepSpeed's own configuration": parallel.deepspeed_config,
-        "the spike guard": config.guard.spike_guard != "off",
-        "skipped iterations": batch.skip_train_iteration_range,
-    }
-    return [name for name, is_present in features.items() if is_present]
 
 
 def replace_values(config: Config, values: Values) -> Config:

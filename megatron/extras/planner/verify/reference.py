@@ -192,11 +192,16 @@ def compute_initial_weight(
     outputs = ("attention.out.weight", "mlp.down.weight", "shared.down.weight", "experts.down")
     if name.endswith(outputs):
         std = _compute_output_std(config, std)
-    # The parameters of a copy have fewer elements than one block of the generator.
-    # The names are hashed, so two layers get different numbers.
-    seeds = np.random.SeedSequence((seed, zlib.crc32(name.encode()), 0))
-    drawn = np.random.Generator(np.random.SFC64(seeds)).standard_normal(size, dtype=np.float32)
-    return torch.from_numpy(drawn) * (std / width)
+    # Blocks of rows are drawn, of at most this many elements. Matrices of experts have several.
+    rows = max(1, 2**18 // math.prod(size[1:]))
+    blocks = []
+    for number, first in enumerate(range(0, size[0], rows)):
+        # The names are hashed, so two layers get different numbers.
+        seeds = np.random.SeedSequence((seed, zlib.crc32(name.encode()), number))
+        part = (min(rows, size[0] - first), *size[1:])
+        generator = np.random.Generator(np.random.SFC64(seeds))
+        blocks.append(generator.standard_normal(part, dtype=np.float32))
+    return torch.from_numpy(np.concatenate(blocks)) * (std / width)
 
 
 def _compute_output_std(config: ModelConfig, std: float) -> float:

@@ -6,6 +6,7 @@ steps of Muon are functions of the engine. They work on whole tensors.
 """
 
 from collections.abc import Callable
+from typing import assert_never
 
 import torch
 from torch import Tensor, nn
@@ -34,15 +35,23 @@ class ReferenceOptimizer:
         # Only Muon treats matrices and other parameters differently.
         self._matrices: Parameters = {}
         self._others = parameters
-        if config.optimizer == "muon":
-            names = {n for n, p in parameters.items() if n.startswith("blocks.") and p.dim() == 2}
-            self._matrices = {n: p for n, p in parameters.items() if n in names}
-            self._others = {n: p for n, p in parameters.items() if n not in names}
+        slow: dict[str, Parameters] = {}
         self._update: Callable[[Rates], None] = self._update_by_adamw
-        kinds = {"exp_avg": self._others, "exp_avg_sq": self._others}
-        if config.optimizer == "ademamix":
-            self._update = self._update_by_ademamix
-            kinds["exp_avg_slow"] = self._others
+        match config.optimizer:
+            case "adam":
+                pass
+            case "ademamix":
+                self._update = self._update_by_ademamix
+                slow = {"exp_avg_slow": parameters}
+            case "muon":
+                for name, p in parameters.items():
+                    if name.startswith("blocks.") and p.dim() == 2:
+                        self._matrices[name] = p
+                self._others = {n: p for n, p in parameters.items() if n not in self._matrices}
+            case _:
+                # Another optimizer would be compared with AdamW.
+                assert_never(config.optimizer)
+        kinds = {"exp_avg": self._others, "exp_avg_sq": self._others, **slow}
         if self._matrices:
             kinds["momentum"] = self._matrices
         self.moments: Moments = {

@@ -77,6 +77,7 @@ def build_report(plan: Plan, found: VerifiedRun) -> dict[str, Any]:
         ],
         "first_difference": found.first_difference,
         "note": found.note,
+        "float8_flips": found.flips,
         "errors": found.errors,
         "seconds": round(found.seconds, 1),
     }
@@ -111,6 +112,12 @@ def format_report(report: Mapping[str, Any]) -> Iterator[str]:
             yield f"first difference of {row['comparison']}: {row['failure']}"
     if report["first_difference"] is not None:
         yield f"the first activation that differs: {report['first_difference']}"
+    if report["float8_flips"] is not None:
+        flipped, values = report["float8_flips"]
+        yield (
+            f"float8: in its first step, at least {flipped:,} of {values:,} values differ from "
+            "those of one process, because other sums before them are rounded"
+        )
     if report["note"] is not None:
         yield f"note: {report['note']}"
     if report["verified"]:

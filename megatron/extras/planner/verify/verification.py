@@ -28,6 +28,7 @@ from megatron.extras.planner.verify.comparison import (
     ComparedValue,
     compare_operands,
     compare_records,
+    count_flips,
     find_first_failure,
     get_decays,
     summarise,
@@ -76,6 +77,8 @@ class VerifiedRun:
     first_difference: str | None = None
     note: str | None = None
     """A small difference that another seed did not show."""
+    flips: tuple[int, int] | None = None
+    """See `count_flips`. None without float8."""
     seconds: float = 0.0
     out_of_time: bool = False
     """Whether a launch has not ended in time."""
@@ -135,7 +138,8 @@ def verify(
             if own is not None and found.failed is None:
                 log("the copy in the run's own precision against two runs of one process")
                 launcher = prepare(folder / "own")
-                found.rows += _compare_in_own_precision(copy, own, launcher)
+                rows, found.flips = _compare_in_own_precision(copy, own, launcher)
+                found.rows += rows
         except LaunchError as error:
             found.add_error(error)
     found.seconds = time.monotonic() - began
@@ -259,8 +263,13 @@ def _find_first_difference(
     return find_first_difference(step.trace, traced, copy.weight_ranks, 3 * BOUND)
 
 
-def _compare_in_own_precision(plan: Plan, config: Config, launcher: Launcher) -> list[ComparedRow]:
+def _compare_in_own_precision(
+    plan: Plan, config: Config, launcher: Launcher
+) -> tuple[list[ComparedRow], tuple[int, int] | None]:
     """Train the copy and two runs of one process, and compare them.
+
+    With float8, a third one has the copy's micro-batch size, because a tensor of a microbatch has
+    one scale. Roundings that differ from its roundings are counted.
 
     Args:
         plan: The plan of the copy in fp32.
@@ -279,15 +288,17 @@ def _compare_in_own_precision(plan: Plan, config: Config, launcher: Launcher) ->
         RankRecord(first.coordinate, first.steps + second.steps)
         for first, second in zip(*launches, strict=True)
     ]
-    # The three runs start from the same weights and read the same samples.
-    records = []
-    for name, micro in (("micro-batches of 1", 1), ("large micro-batches", find_common_size(plan))):
+    # All runs start from the same weights and read the same samples.
+    float8 = config.precision.fp8_format is not None
+    sizes = [1, find_common_size(plan)] + [config.batch.micro_batch_size] * float8
+    records: dict[int, RankRecord] = {}
+    for micro in dict.fromkeys(sizes):
         settings = use_one_process(config, micro)
-        name = f"one process, {name}"
+        name = f"one process, micro-batches of {micro}"
         ranks, error = launcher.launch(settings, 1, name, COMPARED, f"run of {name}")
         if error is not None:
             raise error
-        records.append(ranks[0])
+        records[micro] = ranks[0]
     # The caller has checked that the run is in one of the two.
     dtype = torch.float16 if config.precision.fp16 else torch.bfloat16
     # The rounding error of one number. Two runs may agree better than that by chance.
@@ -295,7 +306,11 @@ def _compare_in_own_precision(plan: Plan, config: Config, launcher: Launcher) ->
     rows = []
     # Two micro-batch sizes of one process may round the same sums, and other layouts do not.
     floors = {_GRADIENTS: _FACTOR * rounding}
+    flips = None
     if config.precision.fp8_format is not None:
+        # Later steps also have other weights.
+        step = config.precision.fp8_start_iteration - 1
+        flips = count_flips(copy, records[config.batch.micro_batch_size], step)
         gradients = getattr(torch, GRADIENTS[config.precision.fp8_format])
         weights = torch.float32
         if config.precision.fp16 or config.precision.bf16:
@@ -303,10 +318,12 @@ def _compare_in_own_precision(plan: Plan, config: Config, launcher: Launcher) ->
         rows = summarise(list(compare_operands(copy, weights, gradients)), [COMPARISON])
         # An error of a sum in bf16 may change any number by one step of the format.
         floors[_GRADIENTS] = max(floors[_GRADIENTS], torch.finfo(gradients).eps)
-    for comparison, difference, measured in _compare_precisions(config, copy, *records):
+    for comparison, difference, measured in _compare_precisions(
+        config, copy, *(records[size] for size in sizes[:2])
+    ):
         bound = max(_FACTOR * measured, floors.get(comparison, rounding))
         rows.append(ComparedRow(comparison, COMPARED, difference, bound=bound))
-    return rows
+    return rows, flips
 
 
 def _compare_precisions(

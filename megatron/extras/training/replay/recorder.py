@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from megatron.engine.invariants import compute_checksum
@@ -99,7 +99,7 @@ class PassRecorder:
                 # Layers are numbered from 1 in messages.
                 hooks += self._watch(block, f"layer {number + 1}")
         try:
-            with _CollectiveMode(self):
+            with _create_masks_without_modes(stages), _CollectiveMode(self):
                 yield
         finally:
             for hook in hooks:
@@ -176,6 +176,31 @@ def compute_measures(tensor: Tensor) -> Tensor:
         total += torch.stack([numbers.square().sum(), numbers.sum(), *projections])
     total[0].sqrt_()
     return total
+
+
+@contextmanager
+def _create_masks_without_modes(stages: Sequence[GPT]) -> Iterator[None]:
+    """Create the causal masks of context-parallel ranks outside of the recorder's mode.
+
+    torch cannot create the tensors of its class `CausalBias` within a dispatch mode.
+    """
+    if all(stage.context.size == 1 for stage in stages):
+        yield
+        return
+    # This import loads torch's compiler. Only shared sequences need it.
+    from torch.nn.attention import bias
+
+    create = bias.causal_lower_right
+
+    def create_without_modes(*sizes: int) -> bias.CausalBias:
+        with _disable_current_modes():
+            return create(*sizes)
+
+    bias.causal_lower_right = create_without_modes
+    try:
+        yield
+    finally:
+        bias.causal_lower_right = create
 
 
 class _CollectiveMode(TorchDispatchMode):

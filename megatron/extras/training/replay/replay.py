@@ -76,6 +76,9 @@ class MicrobatchReplay(Replay):
         self._bounds: Tensor | None = None
         """fp64[entries], what two passes may differ by. None: their bits are equal."""
         self._last_good: int | None = None
+        self._agreed = 0
+        """Replays of this launch that found no difference."""
+        self._differed = 0
 
     def check(self, microbatches: Sequence[Microbatch], iteration: int) -> None:
         """Compare two passes. See `Replay.check`."""
@@ -96,7 +99,7 @@ class MicrobatchReplay(Replay):
         found = self._compare(first, second)
         if not any(found):
             self._check_graphs(microbatches, iteration)
-            self._last_good = iteration
+            self._record_agreement(iteration)
             return
         # All ranks know what each has found, so all of them take the same path from here on.
         third = compute()
@@ -107,8 +110,9 @@ class MicrobatchReplay(Replay):
         passes = {everyone[rank] for rank in ranks}
         repeats = passes != {None} or not self._is_on_all_ranks(first, found, ranks)
         if not repeats and self._calibrate(compute, labels[0]):
-            self._last_good = iteration
+            self._record_agreement(iteration)
             return
+        self._differed += 1
         self._report(iteration, [(rank, found[rank], everyone[rank]) for rank in ranks])
 
     def _check_graphs(self, microbatches: Sequence[Microbatch], iteration: int) -> None:
@@ -153,6 +157,26 @@ class MicrobatchReplay(Replay):
         if self._excludes is not None:
             raise FaultyHostError(message, [])
         self._log(f"warning: {message}")
+
+    def finish(self) -> dict[str, int]:
+        """See `Replay.finish`."""
+        count = self._agreed + self._differed
+        if count == 0:
+            return {}
+        text = format_count(count, "replay", "replays")
+        self._log(f"replay: {text} in this launch, {self._differed:,} with a difference")
+        return {"replays": count, "replays_with_difference": self._differed}
+
+    def _record_agreement(self, iteration: int) -> None:
+        """Count a replay without a difference, and log the first one."""
+        if self._agreed == 0:
+            ranks = format_count(self._mesh.grid.world_size, "rank", "ranks")
+            self._log(
+                f"replay: both passes of iteration {iteration} agree on {ranks}. The end of the "
+                "launch logs how many did"
+            )
+        self._agreed += 1
+        self._last_good = iteration
 
     def _compare(self, one: Pass, other: Pass) -> list[RankDifference | None]:
         """Return the differences of two passes on each rank."""
