@@ -34,13 +34,18 @@ from megatron.extras.preparation.conversations.rows import (
 from megatron.extras.preparation.preprocess.input_files import expand_inputs, leave_out_output
 from megatron.extras.preparation.preprocess.journal import lock_output
 from megatron.extras.preparation.preprocess.texts import BadLine
-from megatron.extras.training.chat.template import load_chat_template, read_special_tokens
+from megatron.extras.training.chat.template import (
+    THOUGHTS,
+    end_process,
+    load_chat_template,
+    read_special_tokens,
+)
 from megatron.run.start.orphans import die_with_parent
 from megatron.tokenizer import HFTokenizer, build_tokenizer
 from megatron.tokenizer.failures import TokenizerError
 
 _MEMORY = 2 << 30
-"""Bytes that a worker may need for its rows, besides its libraries."""
+"""Bytes that a worker may need for its rows, besides its libraries. A tokenizer is foreign, too."""
 _SHOWN_BAD_LINES = 100
 _WAITING = 4
 """Results for each worker that are waited for at once."""
@@ -81,6 +86,8 @@ class ConversationSummary:
     """Conversations that were left out because they are too long."""
     cut: int = 0
     bad_lines: int = 0
+    lost_thoughts: int = 0
+    """Conversations with a thought, for a template that writes none."""
 
 
 @dataclass
@@ -142,6 +149,7 @@ class RowEncoder:
                 conversation = parse_row(value)
                 if conversation is not None:
                     self._add(done, self.encode(conversation))
+                    done.summary.lost_thoughts += self._loses_thought(conversation)
             except (DataError, TokenizerError) as error:
                 done.bad.append(BadLine(rows.path, line, str(error)))
             except MemoryError:
@@ -178,6 +186,10 @@ class RowEncoder:
         # The complement of 0 is -1, so each id can be marked.
         found = np.array(ids, np.int32)
         return np.where(counted, found, ~found)
+
+    def _loses_thought(self, conversation: Conversation) -> bool:
+        thinks = any(message.get(THOUGHTS[0]) for message in conversation.messages)
+        return thinks and not self.load_template().writes_thoughts
 
     def _refuse_special_tokens(self, conversation: Conversation) -> None:
         for text in list_contents(conversation):
@@ -218,7 +230,7 @@ _encoder: RowEncoder | None = None
 
 
 def _start_worker(job: ConversationJob, parent: int) -> None:
-    """Load what a worker needs, and limit its memory, since a template is foreign code."""
+    """Load what a worker needs, and limit its memory."""
     global _encoder
     die_with_parent(parent)
     _encoder = RowEncoder(job)
@@ -259,6 +271,8 @@ def prepare_conversations(job: ConversationJob, log: Callable[[str], None]) -> C
         encoder.load_template()
     if note := encoder.describe_end():
         log(note)
+    # A worker that is forked must not ask the process of this one.
+    end_process()
     total = ConversationSummary()
     # Two runs must not write the same files.
     with lock_output(job.output_prefix):
@@ -284,6 +298,11 @@ def prepare_conversations(job: ConversationJob, log: Callable[[str], None]) -> C
             # After a crash, the record of an older data set must not stay beside the new one.
             write_record(job.prefix, None)
         write_record(job.prefix, describe_tokenizer(job.tokenizer))
+    if total.lost_thoughts:
+        log(
+            f"note: {total.lost_thoughts} conversations have thoughts, and the chat template writes "
+            "none of them"
+        )
     return total
 
 
@@ -314,8 +333,8 @@ def _wait(rows: Rows, future: "Future[_Encoded]") -> _Encoded:
         return future.result()
     except BrokenProcessPool as error:
         raise DataError(
-            f"{rows.path}: a worker ended in one of the rows from {rows.first} on. A template or a "
-            f"text may need more than {_MEMORY >> 30} GiB of memory"
+            f"{rows.path}: a worker ended in one of the rows from {rows.first} on. A text may need "
+            f"more than {_MEMORY >> 30} GiB of memory"
         ) from error
 
 
