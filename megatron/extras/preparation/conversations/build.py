@@ -298,11 +298,7 @@ def prepare_conversations(job: ConversationJob, log: Callable[[str], None]) -> C
             # After a crash, the record of an older data set must not stay beside the new one.
             write_record(job.prefix, None)
         write_record(job.prefix, describe_tokenizer(job.tokenizer))
-    if total.lost_thoughts:
-        log(
-            f"note: {total.lost_thoughts} conversations have thoughts, and the chat template writes "
-            "none of them"
-        )
+    _report_thoughts(total, log)
     return total
 
 
@@ -336,6 +332,15 @@ def _wait(rows: Rows, future: "Future[_Encoded]") -> _Encoded:
             f"{rows.path}: a worker ended in one of the rows from {rows.first} on. A text may need "
             f"more than {_MEMORY >> 30} GiB of memory"
         ) from error
+
+
+def _report_thoughts(total: ConversationSummary, log: Callable[[str], None]) -> None:
+    """Log how many conversations have thoughts that are lost."""
+    if total.lost_thoughts:
+        log(
+            f"note: {total.lost_thoughts} conversations have thoughts, and the chat template "
+            "writes none of them"
+        )
 
 
 def _report_bad(

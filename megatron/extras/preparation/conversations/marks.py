@@ -11,7 +11,6 @@ A token counts if at least one of its characters does. This is also transformers
 
 import itertools
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from megatron.extras.preparation.conversations.turns import (
     find_end,
     find_start,
     make_short,
+    measure_same,
     replace_ids,
     see_turn,
 )
@@ -132,10 +132,11 @@ class Renderer:
             # The description of a tool has its name too, so the calls get names of their own.
             word = _choose_word(messages, tools, text)
             marked = [mark_calls(each, f"{word}{at}p") for at, each in enumerate(messages)]
-            found = self.template.render(marked, tools)
-            calls = [part for each in marked for part in re.findall(f"{word}[0-9]+p[0-9]+z",
-                     json.dumps(each.get("tool_calls")))]  # fmt: skip
-            missing += [names[0]] if any(part not in found for part in calls) else []
+            given, found = (
+                {*re.findall(f"{word}[0-9]+p[0-9]+z", each)}
+                for each in (json.dumps(marked, default=str), self.template.render(marked, tools))
+            )
+            missing += names[:1] if given - found else []
         if missing:
             raise DataError(
                 f"{self.template.origin} does not write the call or the description of the tool "
@@ -171,7 +172,7 @@ class Renderer:
                 return places
         if first_error is not None:
             raise first_error
-        at = len(os.path.commonprefix([text, without]))
+        at = measure_same(text, without)
         raise DataError(
             f"{self.template.origin} changes the text of an answer, {_REMEDY}: the text after "
             f"{text[max(0, at - _SHOWN) : at]!r} is another one when words are put around the "
@@ -193,7 +194,7 @@ class Renderer:
                 cursor = max([cursor, *found])
                 continue
             later = laters[number]
-            turn = self._see(messages, number, tools)
+            turn = self._see(messages, number, tools, keep_numbers=False)
             start = find_start(text, turn, (cursor, later), found)
             # Neither the answer nor its turn is in the text.
             if start is None and not found:
@@ -209,6 +210,9 @@ class Renderer:
             is_last = number == len(messages) - 1
             end = find_end(self._special, text, (last, later), turn, ends, is_last=is_last)
             if end is None:
+                turn = self._see(messages, number, tools, keep_numbers=True)
+                end = find_end(self._special, text, (last, later), turn, ends, is_last=is_last)
+            if end is None:
                 raise DataError(
                     f"{self.template.origin} does not show where the answer of message "
                     f"{number + 1} ends, {_REMEDY}"
@@ -216,9 +220,11 @@ class Renderer:
             cursor = end
             yield start, end
 
-    def _see(self, messages: Sequence[Message], number: int, tools: Any) -> Turn:
+    def _see(
+        self, messages: Sequence[Message], number: int, tools: Any, *, keep_numbers: bool
+    ) -> Turn:
         """Return what surrounds an answer, seen in a short conversation of the same shape."""
-        short, ids = make_short(messages, number)
+        short, ids = make_short(messages, number, keep_numbers=keep_numbers)
         key = json.dumps([short, bool(tools)], default=str)
         if key not in self._turns:
             if len(self._turns) >= _TURNS:

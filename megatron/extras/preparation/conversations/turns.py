@@ -5,13 +5,12 @@ rendered up to the answer, with the beginning of an answer, with the answer at i
 another message after it. What these have in common shows the prompt and the end of the turn.
 """
 
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.extras.preparation.conversations.words import Places, map_texts
+from megatron.extras.preparation.conversations.words import Places
 from megatron.extras.training.chat.template import Message
 
 Window = tuple[int, int]
@@ -50,7 +49,9 @@ def replace_ids(turn: Turn, ids: Mapping[str, str]) -> Turn:
     return replace(turn, prompts=prompts, last=put(turn.last), later=put(turn.later))
 
 
-def make_short(messages: Sequence[Message], number: int) -> tuple[list[Message], dict[str, str]]:
+def make_short(
+    messages: Sequence[Message], number: int, *, keep_numbers: bool
+) -> tuple[list[Message], dict[str, str]]:
     """Return a short conversation that ends with an answer and has its shape, and its ids.
 
     The ids are those of calls, each with the one that replaces it.
@@ -58,6 +59,7 @@ def make_short(messages: Sequence[Message], number: int) -> tuple[list[Message],
     Args:
         messages: The conversation.
         number: The number of the answer.
+        keep_numbers: Whether the answer has its own numbers. Most ends do not depend on them.
     """
     first = number - 1
     # A result of a tool needs its call.
@@ -67,15 +69,18 @@ def make_short(messages: Sequence[Message], number: int) -> tuple[list[Message],
     if not context or context[0]["role"] != "user":
         context = [_QUESTION, *(each for each in context if each["role"] != "system")]
     ids: dict[str, str] = {}
-    return [_shorten(each, ids) for each in [*context, messages[number]]], ids
+    short = [_shorten(each, ids, keep_numbers=False) for each in context]
+    return [*short, _shorten(messages[number], ids, keep_numbers=keep_numbers)], ids
 
 
-def _shorten(value: Any, ids: dict[str, str], key: str = "") -> Any:
+def _shorten(value: Any, ids: dict[str, str], key: str = "", *, keep_numbers: bool) -> Any:
     """Return a value with other texts. What a template may ask about stays."""
     if isinstance(value, dict):
-        return {name: _shorten(each, ids, name) for name, each in value.items()}
+        return {k: _shorten(each, ids, k, keep_numbers=keep_numbers) for k, each in value.items()}
     if isinstance(value, list):
-        return [_shorten(each, ids, key) for each in value]
+        return [_shorten(each, ids, key, keep_numbers=keep_numbers) for each in value]
+    if type(value) in (int, float) and not keep_numbers:
+        return type(value)(7)
     if not isinstance(value, str) or key in ("role", "type"):
         return value
     if key in _IDS:
@@ -140,7 +145,7 @@ def _find_prompts(
         return Turn((*gaps, *([asked] if asked else [])), False)
     begin = measure_common(special, asked, alone)
     # The role's header is what each answer has of its prompt.
-    size = min((len(os.path.commonprefix([asked, gap])) for gap in gaps), default=0)
+    size = min((measure_same(asked, gap) for gap in gaps), default=0)
     if size < len(asked) and all(size < len(gap) for gap in gaps):
         line = asked.rfind("\n", begin, size) + 1
         size = line or max([0, *(each.end() for each in special.finditer(asked, begin, size))])
@@ -215,7 +220,13 @@ def find_end(
 
 def measure_common(special: re.Pattern[str], one: str, other: str) -> int:
     """Return how many characters two texts have in common, without a part of a special token."""
-    size = len(os.path.commonprefix([one, other]))
+    size = measure_same(one, other)
     cuts = [each.start() for text in (one, other) for each in special.finditer(text)
             if each.start() < size < each.end()]  # fmt: skip
     return min([size, *cuts])
+
+
+def measure_same(one: str, other: str) -> int:
+    """Return how many characters are the same at the beginning of two texts."""
+    size = min(len(one), len(other))
+    return next((at for at in range(size) if one[at] != other[at]), size)
