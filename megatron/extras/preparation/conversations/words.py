@@ -31,6 +31,9 @@ def mark(message: Message, word: str, surround: Surround | None) -> Message:
     thought = next(words)
     marked.update({k: _surround_text(marked[k], thought) for k in THOUGHTS if k in marked})
     content = marked.get("content")
+    if marked.get("tool_calls") and not content:
+        # A call needs no content, and a template may ask for it.
+        surround = _surround_text
     if isinstance(content, str):
         # A template may leave out a thought that is part of the content.
         head, end, answer = content.rpartition(_END_OF_THOUGHT)
