@@ -79,11 +79,12 @@ class ChatTemplate:
     @contextlib.contextmanager
     def limit_time(self) -> Iterator[None]:
         """Give all renderings of a block `SECONDS` together."""
-        self._deadline = time.monotonic() + SECONDS
+        before = self._deadline
+        self._deadline = before or time.monotonic() + SECONDS
         try:
             yield
         finally:
-            self._deadline = None
+            self._deadline = before
 
     def render(
         self, messages: Sequence[Message], tools: Any = None, *, prompt: bool = False
@@ -123,11 +124,13 @@ class ChatTemplate:
             ([asked], True),
             ([asked, answered, {"role": "user", "content": again}], False),
         ):
-            text = ""
-            # Some templates refuse such a short conversation.
-            with contextlib.suppress(DataError):
-                text = remove_tags(self.render(messages, prompt=prompt))
-            texts.append(text)
+            try:
+                texts.append(remove_tags(self.render(messages, prompt=prompt)))
+            except RenderTimeoutError:
+                raise
+            except DataError:
+                # Some templates refuse such a short conversation.
+                texts.append("")
         # Without the answer, the others are empty, and nothing is known of the template.
         before, _, after = texts[0].partition(answer)
         next_turn = texts[3].partition(answer)[2].partition(again)[0]
