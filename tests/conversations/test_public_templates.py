@@ -67,7 +67,7 @@ def test_templates_of_trl(name: str) -> None:
 
 def test_the_table_is_complete() -> None:
     cases = [*TABLE["trl"].values(), *OWN.values()]
-    assert len(cases) == 50
+    assert len(cases) == 56
     assert all(set(case["counted"]) == set(GIVEN["conversations"]) for case in cases)
     assert all(case["counted"]["several turns"] for case in cases)
 
@@ -114,7 +114,7 @@ def test_an_error_in_the_range_of_an_answer_is_found(
     monkeypatch.setattr(module, name, change(getattr(module, name)))
     assert any(
         dict(find_counted(OWN[name], OWN[name]["source"])) != OWN[name]["counted"]
-        for name in ("smollm3", "deepseek_r1", "mistral_v3")
+        for name in ("smollm3", "deepseek_r1", "mistral_v3", "gpt_oss")
     )
 
 

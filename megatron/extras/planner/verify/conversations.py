@@ -66,11 +66,15 @@ class Conversations:
         at = 0
         while at < len(sample):
             stored = self._by_number.get(tuple(sample[at + 1 : at + 3].tolist()))
-            ids = None if stored is None else np.maximum(stored, ~stored)
             starts.append(at)
-            if stored is None or not np.array_equal(sample[at : at + len(stored)], ids):
-                # Only padding may be left.
+            if stored is None or not _begins_with(sample[at:], stored):
+                # Only padding may be left. A sample of padding alone is none of conversations.
                 return None if sample[at:].any() or len(starts) == 1 else (starts, counted)
             counted[at : at + len(stored)] = stored >= 0
             at += len(stored)
         return starts, counted
+
+
+def _begins_with(ids: NDArray[np.int64], stored: NDArray[np.int64]) -> bool:
+    """Return whether ids begin with those of a conversation, which has marks."""
+    return np.array_equal(ids[: len(stored)], np.maximum(stored, ~stored))

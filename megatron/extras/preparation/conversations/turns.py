@@ -119,10 +119,12 @@ def see_turn(render: Try, special: re.Pattern[str], short: Sequence[Message], to
             start = find_start(text, prompts, (max(places.get(at - 1, [0])), stop), ())
         return None if start is None else text[start:stop]
 
+    # With and without the text that asks for an answer.
     asked = cut(context, at - 1, None, prompt=True)
     alone = cut(context, at - 1, None)
     plain = [cut([*context, _ANSWER, *after], at - 1, at) for after in ([], [_QUESTION])]
     prompts = _find_prompts(special, asked, alone, [gap for gap in plain if gap is not None])
+    # Some templates refuse a question after a call.
     follower = {"role": "tool", "content": "PROBE"} if answer.get("tool_calls") else _QUESTION
     last = cut(short, at, None)
     later = cut([*short, follower], at, at + 1)
@@ -143,6 +145,7 @@ def _find_prompts(
     if asked is None or alone is None or asked == alone:
         # What precedes a plain answer is not generated, and what precedes a call may be.
         return Turn((*gaps, *([asked] if asked else [])), False)
+    # The end of the message before is no part of the prompt that is looked for.
     begin = measure_common(special, asked, alone)
     # The role's header is what each answer has of its prompt.
     size = min((measure_same(asked, gap) for gap in gaps), default=0)
@@ -164,6 +167,7 @@ def find_start(text: str, turn: Turn, window: Window, found: Sequence[int]) -> i
     """
     begin, end = window
     first = min(found, default=end)
+    # The message before may imitate a prompt, so the search begins at its end.
     for prompt in turn.prompts:
         at = text.find(prompt, begin, min(end, first + len(prompt)))
         if 0 <= at <= first:
@@ -204,6 +208,7 @@ def find_end(
     # Another special token may stand for the end, and tags and numbers of a call precede it.
     after = special.search(inner, size)
     if after is not None and after[0] in ends:
+        # What follows it may be a second end.
         at = max(0, other.find(after[0]))
         more = measure_common(special, inner[after.start() :], other[at:])
         found = [
@@ -228,5 +233,6 @@ def measure_common(special: re.Pattern[str], one: str, other: str) -> int:
 
 def measure_same(one: str, other: str) -> int:
     """Return how many characters are the same at the beginning of two texts."""
+    # Both are short, but for the message about a template that changes texts.
     size = min(len(one), len(other))
     return next((at for at in range(size) if one[at] != other[at]), size)

@@ -67,6 +67,7 @@ class TemplateProcess:
             RenderError: The template failed, took too long, or ended the process.
         """
         with self._lock:
+            # The process may have been killed since the last request, for want of memory.
             try:
                 self._channel.send_bytes(json.dumps(request, default=str).encode())
             except OSError as error:
@@ -79,6 +80,7 @@ class TemplateProcess:
 
     def close(self) -> None:
         """End the process."""
+        # A comparison in C ends at nothing else.
         self._process.kill()
         self._process.wait()
         self._channel.close()
