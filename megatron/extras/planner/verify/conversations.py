@@ -49,7 +49,8 @@ class Conversations:
         self._by_number: dict[tuple[int, ...], NDArray[np.int64]] = {}
         for prefix in prefixes:
             indexed = IndexedDataset(prefix)
-            for number in range(len(indexed) if indexed.is_packed else 0):
+            # A mixture has documents too.
+            for number in range(len(indexed) * indexed.is_packed):
                 stored = np.asarray(indexed[number], np.int64)
                 self._by_number[tuple(np.maximum(stored, ~stored)[1:3].tolist())] = stored
 

@@ -55,10 +55,10 @@ def write_data(folder: Path, config: DataConfig) -> str:
                 writer.add_document(np.append(document % EOD, EOD))
     if config.mock_data:
         return "the samples of --mock-data, which have consecutive ids"
-    found = [f"the first documents of {prefix}"] if prefix is not None else []
-    found += [f"the first conversations of {packed}"] if packed is not None else []
-    if not found:
+    if prefix is None and packed is None:
         return f"random tokens, because {reason}"
+    kinds = {"documents": prefix, "conversations": packed}
+    found = [f"the first {kind} of {path}" for kind, path in kinds.items() if path is not None]
     return f"{' and '.join(found)}, with ids modulo {EOD}"
 
 

@@ -149,7 +149,9 @@ class RowEncoder:
                 conversation = parse_row(value)
                 if conversation is not None:
                     self._add(done, self.encode(conversation))
-                    done.summary.lost_thoughts += self._loses_thought(conversation)
+                    thinks = any(each.get(THOUGHTS[0]) for each in conversation.messages)
+                    lost = thinks and not self.load_template().writes_thoughts
+                    done.summary.lost_thoughts += lost
             except (DataError, TokenizerError) as error:
                 done.bad.append(BadLine(rows.path, line, str(error)))
             except MemoryError:
@@ -186,10 +188,6 @@ class RowEncoder:
         # The complement of 0 is -1, so each id can be marked.
         found = np.array(ids, np.int32)
         return np.where(counted, found, ~found)
-
-    def _loses_thought(self, conversation: Conversation) -> bool:
-        thinks = any(message.get(THOUGHTS[0]) for message in conversation.messages)
-        return thinks and not self.load_template().writes_thoughts
 
     def _refuse_special_tokens(self, conversation: Conversation) -> None:
         for text in list_contents(conversation):
@@ -271,7 +269,7 @@ def prepare_conversations(job: ConversationJob, log: Callable[[str], None]) -> C
         encoder.load_template()
     if note := encoder.describe_end():
         log(note)
-    # A worker that is forked must not ask the process of this one.
+    # The workers have processes of their own.
     end_process()
     total = ConversationSummary()
     # Two runs must not write the same files.

@@ -34,10 +34,8 @@ from megatron.extras.preparation.conversations.words import (
     mark_calls,
     take_words,
 )
-from megatron.extras.training.chat.renderer import RenderTimeoutError
+from megatron.extras.training.chat.renderer import CLOSE, OPEN, RenderTimeoutError
 from megatron.extras.training.chat.template import (
-    CLOSE,
-    OPEN,
     ChatTemplate,
     Message,
     name_thoughts,
@@ -136,7 +134,8 @@ class Renderer:
                 {*re.findall(f"{word}[0-9]+p[0-9]+z", each)}
                 for each in (json.dumps(marked, default=str), self.template.render(marked, tools))
             )
-            missing += names[:1] if given - found else []
+            if given - found:
+                missing.append(names[0])
         if missing:
             raise DataError(
                 f"{self.template.origin} does not write the call or the description of the tool "

@@ -12,9 +12,8 @@ from megatron.base.errors import DataError
 from megatron.base.outside_file import parse_json
 from megatron.extras.preparation.preprocess.input_files import InputFormat, find_format
 from megatron.extras.preparation.preprocess.inputs import read_blocks
+from megatron.extras.training.chat.renderer import CLOSE, OPEN
 from megatron.extras.training.chat.template import (
-    CLOSE,
-    OPEN,
     THOUGHTS,
     Message,
     name_thoughts,

@@ -144,7 +144,7 @@ def _find_prompts(
     """
     if asked is None or alone is None or asked == alone:
         # What precedes a plain answer is not generated, and what precedes a call may be.
-        return Turn((*gaps, *([asked] if asked else [])), False)
+        return Turn((*gaps, *filter(None, [asked])), False)
     # The end of the message before is no part of the prompt that is looked for.
     begin = measure_common(special, asked, alone)
     # The role's header is what each answer has of its prompt.
@@ -219,8 +219,8 @@ def find_end(
     rest = inner if is_last else special.sub("", other)
     if turn.last is None or rest[size:].strip():
         return None
-    size = len(inner[:size].rstrip())
-    return begin + size if size else window[0]
+    own = inner[:size].rstrip()
+    return max(window[0], (begin + len(own)) * bool(own))
 
 
 def measure_common(special: re.Pattern[str], one: str, other: str) -> int:

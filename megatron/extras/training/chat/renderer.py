@@ -15,6 +15,8 @@ from typing import Any
 
 from megatron.base.errors import DataError
 
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+"""What surrounds the text of a generation block. No text has these two, which are no characters."""
 _START_SECONDS = 60.0
 """Longest time in which the process must start."""
 

@@ -21,10 +21,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from megatron.extras.training.chat.renderer import CLOSE, OPEN
 from megatron.run.start.orphans import die_with_parent
 
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
-"""What surrounds the text of a generation block. No text has these two, which are no characters."""
 _MEMORY = 3 << 29
 """Bytes that the process may have, 1.5 GiB."""
 _CHARACTERS = 1 << 24

@@ -5,7 +5,6 @@ Text between `{% generation %}` and `{% endgeneration %}` is what the model writ
 """
 
 import contextlib
-import itertools
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +17,8 @@ from megatron.base.errors import ConfigError, DataError
 from megatron.base.outside_file import SETTINGS_BYTES, load_json, load_text
 from megatron.config.data import TokenizerConfig
 from megatron.extras.training.chat.renderer import (
+    CLOSE,
+    OPEN,
     RenderError,
     RenderTimeoutError,
     TemplateProcess,
@@ -27,8 +28,6 @@ from megatron.tokenizer.build import read_special_token
 from megatron.tokenizer.hub import find_tokenizer_folder
 
 Message = Mapping[str, Any]
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
-"""What surrounds the text of a generation block. No text has these two, which are no characters."""
 SECONDS = 4.0
 """Longest time to compile a template, and to render one conversation in all ways."""
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -155,11 +154,6 @@ class Probe:
     prompted: str
     """The question, and the beginning of an answer."""
 
-    @property
-    def before(self) -> str:
-        """Everything before the answer."""
-        return self.first + "PROBEQUESTION" + self.between
-
     def find_ends(self, special: re.Pattern[str]) -> tuple[str, ...]:
         """Return the special tokens that end an answer: the last one of a text, and others.
 
@@ -169,27 +163,9 @@ class Probe:
         found = special.findall(self.after)[:1]
         # What begins the next question is no end. It begins an answer, or the first question too.
         begins = [*special.findall(self.prompted)[-1:], *special.findall(self.first)[-1:]]
-        begins += special.findall(self.find_prompt(special))[:1]
+        begins += special.findall(self.prompted.removeprefix(self.asked))[:1]
         found += [token for token in special.findall(self.next_turn)[:1] if token not in begins]
         return tuple(dict.fromkeys(found))
-
-    def find_prompt(self, special: re.Pattern[str]) -> str:
-        """Return what asks for an answer. Empty if the template writes nothing of that kind.
-
-        Args:
-            special: Matches special tokens.
-        """
-        if self.asked and self.prompted.startswith(self.asked):
-            return self.prompted.removeprefix(self.asked)
-        # A template may write the end of the text where no answer is asked for.
-        pairs = zip(self.before, self.prompted, strict=False)
-        same = "".join(a for a, b in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        _, question, tail = same.partition("PROBEQUESTION")
-        if not question or not self.asked:
-            return ""
-        # The question's own end is no part of it.
-        starts = [found.start() for found in special.finditer(tail)]
-        return tail[max(starts, default=0) :]
 
 
 def end_process() -> None:
