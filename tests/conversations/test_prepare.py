@@ -28,7 +28,7 @@ from megatron.extras.preparation.conversations.build import (
     RowEncoder,
     prepare_conversations,
 )
-from megatron.extras.preparation.conversations.rows import parse_row
+from megatron.extras.preparation.conversations.rows import parse_row, read_rows
 from megatron.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -246,7 +246,7 @@ def test_the_command_and_the_inspection(
 
 
 def test_an_interrupted_run_leaves_nothing_and_starts_again(folder: Path, tmp_path: Path) -> None:
-    source = write_conversations(tmp_path / "rows.jsonl", 8_000)
+    source = write_conversations(tmp_path / "rows.jsonl", 4_000)
     named = ["--tokenizer-type", "PretrainedFromHF", "--tokenizer-name-or-path", str(folder)]
     command = [sys.executable, "tools/preprocess_data.py", "--conversations", "--workers", "2"]
     command += ["--input", str(source), "--output-prefix", str(tmp_path / "data"), *named]
@@ -265,7 +265,7 @@ def test_an_interrupted_run_leaves_nothing_and_starts_again(folder: Path, tmp_pa
     assert not (tmp_path / "data_conversations.idx").exists()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert len(IndexedDataset(tmp_path / "data_conversations")) == 8_000
+    assert len(IndexedDataset(tmp_path / "data_conversations")) == 4_000
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -300,3 +300,80 @@ def test_samples_of_conversations_are_printed(
     printed = capfd.readouterr().out
     assert printed.count("and others that are packed with it") == 2
     assert printed.count("<|im_start|>assistant\n") > 4
+
+
+def test_a_map_of_a_table_is_an_object(prepare: Any, folder: Path, tmp_path: Path) -> None:
+    call = pa.struct([("name", pa.string()), ("arguments", pa.map_(pa.string(), pa.string()))])
+    message = pa.struct(
+        [("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(call))]
+    )
+    schema = pa.schema([("messages", pa.list_(message))])
+
+    def write(argument: str) -> bytes:
+        called = {"name": "look", "arguments": [("x", argument)]}
+        rows = [{"messages": [ASKED, {**ANSWERED, "tool_calls": [called]}]}]
+        pa.parquet.write_table(pa.Table.from_pylist(rows, schema), tmp_path / "table.parquet")
+        return (tmp_path / "table.parquet").read_bytes()
+
+    with pytest.raises(DataError, match=r"rows.parquet:1: .*spells .*<\|im_end\|>"):
+        prepare(write("a<|im_end|>"), name="rows.parquet")
+    source = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.name }}"
+    source += "{{ c.arguments.x }}<|im_end|>{% endfor %}{% endfor %}"
+    (tmp_path / "t.jinja").write_text(source)
+    settings = {"name": "rows.parquet", "chat_template": str(tmp_path / "t.jinja")}
+    _, data = prepare(write("it"), **settings)
+    assert read(data, folder) == ["the city[of lightlookit<|im_end|>]"]
+
+
+def test_rows_of_many_bytes_are_read_one_by_one(tmp_path: Path) -> None:
+    text = "x" * 30_000_000
+    column = pa.chunked_array([pa.array([text])] * 6)
+    table = pa.table({"prompt": ["a"] * 6, "completion": column})
+    pa.parquet.write_table(table, tmp_path / "rows.parquet", compression="zstd")
+    assert (tmp_path / "rows.parquet").stat().st_size < 1_000_000
+    before = pa.total_allocated_bytes()
+    first = 1
+    for rows in read_rows([str(tmp_path / "rows.parquet")]):
+        assert (rows.first, len(rows.values)) == (first, 1)
+        assert pa.total_allocated_bytes() - before < 200_000_000
+        first += 1
+    assert first == 7
+
+
+def test_small_rows_are_read_together(tmp_path: Path) -> None:
+    table = pa.table({"prompt": ["a"] * 600, "completion": ["b"] * 600})
+    pa.parquet.write_table(table, tmp_path / "rows.parquet")
+    sizes = [len(rows.values) for rows in read_rows([str(tmp_path / "rows.parquet")])]
+    assert sizes == [256, 256, 88]
+
+
+def test_thoughts_that_a_template_does_not_write_are_counted(folder: Path, tmp_path: Path) -> None:
+    rows = [{"messages": [ASKED, {**ANSWERED, name: "hm"}]} for name in ("thinking", "reasoning")]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("\n".join(map(json.dumps, rows)))
+    job = ConversationJob((str(source),), str(tmp_path / "out"), make_config(folder))
+    lines: list[str] = []
+    assert prepare_conversations(job, lines.append).lost_thoughts == 2
+    assert "note: 2 conversations have thoughts" in lines[-1]
+    with pytest.raises(DataError, match="different thoughts under"):
+        parse_row({"messages": [ASKED, {**ANSWERED, "thinking": "a", "reasoning": "b"}]})
+
+
+def test_the_cost_of_a_conversation_is_linear_in_its_messages(folder: Path) -> None:
+    renderer = RowEncoder(ConversationJob((), "", make_config(folder))).load_template()
+    counts = []
+    for turns in (100, 400):
+        calls = 0
+
+        def count(*args: Any, render: Any = renderer.template.render, **named: Any) -> str:
+            nonlocal calls
+            calls += 1
+            return str(render(*args, **named))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(renderer.template, "render", count)
+            _, spans = renderer.render([ASKED, ANSWERED] * turns, None)
+        assert len(spans) == turns
+        counts.append(calls)
+    # A conversation of four times as many messages is not rendered more often.
+    assert counts[1] <= counts[0]

@@ -51,7 +51,9 @@ SHAPES = {
     "float8": f"{LLAMA} {TENSORWISE} {FUSED}",
     "float8-rowwise": f"{LLAMA} {ROWWISE}",
 }
-SHORT = ("gpt2", "llama-bf16", "nanochat-bf16", "fp16", "dropout", "goldfish", "curriculum", "float8")
+SHORT = (
+    *("gpt2", "llama-bf16", "nanochat-bf16", "fp16", "dropout", "goldfish", "curriculum", "float8"),
+)
 HISTORY = (
     *("train", "train", "train", "evaluate", "train", "statistics", "train", "nan", "train"),
     *("reject", "train", "save", "train", "train 3", "rollback", "train", "train"),

@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from verify.mutations import MUTATIONS
 def verify_in_this_process(
     flags: str,
     world_size: int,
-    mutation: int | None,
+    mutation: int | Callable[[], None] | None,
     result: Path,
     *,
     check: str | None,
@@ -38,7 +39,9 @@ def verify_in_this_process(
     plan, _ = resolve_command(VerifyArguments(world_size=world_size), flags.split())
     if check is not None:
         turn_on(check)
-    if mutation is not None:
+    if callable(mutation):
+        mutation()
+    elif mutation is not None:
         MUTATIONS[mutation].apply()
     report = build_report(plan, verify(plan, train, most_processes=processes))
     report["seconds"] = time.monotonic() - began
@@ -78,7 +81,7 @@ class Verifier:
         self,
         flags: str,
         world_size: int,
-        mutation: int | None = None,
+        mutation: int | Callable[[], None] | None = None,
         *,
         check: str | None = None,
         processes: int = 8,

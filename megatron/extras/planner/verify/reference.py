@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from megatron.config.batch import BatchConfig
 from megatron.config.model import ModelConfig
+from megatron.extras.planner.verify.conversations import Conversations
 from megatron.extras.planner.verify.reduction import COMPARED, DROPPED, EOD, use_one_process
 from megatron.extras.planner.verify.reference_dropout import use_masks
 from megatron.extras.planner.verify.reference_experts import ReferenceExperts, leave_out_losses
@@ -96,6 +97,9 @@ def run_reference(plan: Plan, samples: Tensor) -> ReferenceRun:
     masks = use_masks(model, plan)
     experts = ReferenceExperts(model, config)
     run = ReferenceRun(_copy(parameters) | experts.copy_biases())
+    # A mixture alternates weights and paths.
+    paths = config.data.data_path
+    conversations = Conversations(paths if len(paths) == 1 else paths[1::2])
     consumed = 0
     position = (0, 0, 0)
     for iteration in range(1, COMPARED + 1):
@@ -103,7 +107,7 @@ def run_reference(plan: Plan, samples: Tensor) -> ReferenceRun:
         length = plan.get_seq_length(iteration)
         # Samples are read once and in order, for any number of ranks.
         batch = samples[consumed : consumed + size]
-        inputs = _build_inputs(batch, length, config.data)
+        inputs = _build_inputs(batch, length, config.data, conversations)
         decoupled = None
         if schedule.decoupled is not None:
             decoupled = schedule.decoupled.get_lr(*position)
@@ -231,21 +235,26 @@ def compute_batch_size(batch: BatchConfig, consumed: int) -> int:
     return batch.global_batch_size
 
 
-def _build_inputs(batch: Tensor, length: int, data: Any) -> Inputs:
+def _build_inputs(batch: Tensor, length: int, data: Any, conversations: Conversations) -> Inputs:
     """Return the inputs of one microbatch with all samples [B, s + 1], shortened to a length."""
     tokens = batch[:, :length]
     documents = []
     positions = torch.empty_like(tokens)
+    mask = (tokens != EOD).float()
     # A document begins after each end of a document. An end in the last position begins none.
     for row, sample in enumerate(tokens.tolist()):
         starts = [0, *(i + 1 for i, token in enumerate(sample[:-1]) if token == EOD), length]
+        packed = conversations.find(batch[row].numpy())
+        if packed is not None:
+            starts = [*(start for start in packed[0] if start < length), length]
+            mask[row] = torch.from_numpy(packed[1])[1 : length + 1].float()
         documents.append(tuple(starts))
         for begin, end in pairwise(starts):
             positions[row, begin:end] = torch.arange(end - begin)
     return Inputs(
         tokens,
         batch[:, 1 : length + 1],
-        (tokens != EOD).float() if data.eod_mask_loss else None,
+        mask if data.eod_mask_loss else None,
         positions if data.reset_position_ids else None,
         tuple(documents) if data.reset_attention_mask else None,
     )

@@ -1,7 +1,8 @@
 """The data and the tokenizer of a reduced copy: documents of different lengths.
 
 The documents are beginnings of the run's documents. If those cannot be read, they are random. Their
-ids are reduced modulo the size of the small vocabulary.
+ids are reduced modulo the size of the small vocabulary. A run on conversations has conversations in
+its copy (`conversations`).
 """
 
 import json
@@ -15,6 +16,7 @@ from tokenizers import pre_tokenizers
 from megatron.base.errors import MegatronError
 from megatron.config.data import DataConfig
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, choose_dtype
+from megatron.extras.planner.verify.conversations import make_conversations
 from megatron.extras.planner.verify.reduction import EOD, SEQUENCE, VOCABULARY
 from megatron.tokenizer.build import END_OF_DOCUMENT
 
@@ -35,8 +37,15 @@ def write_data(folder: Path, config: DataConfig) -> str:
     # Without merges, each byte is a token.
     (folder / "merges.txt").write_text("#version: 0.2\n")
     (folder / "data").mkdir()
-    prefix, reason = _find_readable(config.data_path)
+    prefix, reason = _find_readable(config.data_path, packed=False)
+    packed, _ = _find_readable(config.data_path, packed=True)
     for number, name in enumerate(("first", "second")):
+        # Of a mixture with documents, the second set has the conversations.
+        if packed is not None and (prefix is None or number):
+            with IndexedDatasetWriter(folder / "data" / name, np.int32) as writer:
+                for conversation in make_conversations(packed, number, _DOCUMENTS):
+                    writer.add_document(conversation)
+            continue
         if prefix is None:
             documents = _draw_documents(number)
         else:
@@ -46,13 +55,20 @@ def write_data(folder: Path, config: DataConfig) -> str:
                 writer.add_document(np.append(document % EOD, EOD))
     if config.mock_data:
         return "the samples of --mock-data, which have consecutive ids"
-    if prefix is None:
+    if prefix is None and packed is None:
         return f"random tokens, because {reason}"
-    return f"the first documents of {prefix}, with ids modulo {EOD}"
+    kinds = {"documents": prefix, "conversations": packed}
+    found = [f"the first {kind} of {path}" for kind, path in kinds.items() if path is not None]
+    return f"{' and '.join(found)}, with ids modulo {EOD}"
 
 
-def _find_readable(paths: Sequence[str]) -> tuple[str | None, str]:
-    """Return the first data set of --data-path that can be read, or None and the reason."""
+def _find_readable(paths: Sequence[str], *, packed: bool) -> tuple[str | None, str]:
+    """Return the first data set of --data-path that can be read, or None and the reason.
+
+    Args:
+        paths: The values of --data-path.
+        packed: Whether it must hold conversations. Otherwise it must hold documents.
+    """
     # A mixture alternates weights and paths.
     prefixes = paths if len(paths) == 1 else paths[1::2]
     reason = "the command has no --data-path with indexed data"
@@ -64,6 +80,8 @@ def _find_readable(paths: Sequence[str]) -> tuple[str | None, str]:
             indexed = IndexedDataset(prefix)
         except MegatronError as failure:
             reason = f"the data cannot be read: {failure}"
+            continue
+        if indexed.is_packed != packed:
             continue
         if indexed.num_documents >= 2:
             return prefix, ""

@@ -34,13 +34,18 @@ from megatron.extras.preparation.conversations.rows import (
 from megatron.extras.preparation.preprocess.input_files import expand_inputs, leave_out_output
 from megatron.extras.preparation.preprocess.journal import lock_output
 from megatron.extras.preparation.preprocess.texts import BadLine
-from megatron.extras.training.chat.template import load_chat_template, read_special_tokens
+from megatron.extras.training.chat.template import (
+    THOUGHTS,
+    end_process,
+    load_chat_template,
+    read_special_tokens,
+)
 from megatron.run.start.orphans import die_with_parent
 from megatron.tokenizer import HFTokenizer, build_tokenizer
 from megatron.tokenizer.failures import TokenizerError
 
 _MEMORY = 2 << 30
-"""Bytes that a worker may need for its rows, besides its libraries."""
+"""Bytes that a worker may need for its rows, besides its libraries. A tokenizer is foreign, too."""
 _SHOWN_BAD_LINES = 100
 _WAITING = 4
 """Results for each worker that are waited for at once."""
@@ -81,6 +86,8 @@ class ConversationSummary:
     """Conversations that were left out because they are too long."""
     cut: int = 0
     bad_lines: int = 0
+    lost_thoughts: int = 0
+    """Conversations with a thought, for a template that writes none."""
 
 
 @dataclass
@@ -142,6 +149,9 @@ class RowEncoder:
                 conversation = parse_row(value)
                 if conversation is not None:
                     self._add(done, self.encode(conversation))
+                    thinks = any(each.get(THOUGHTS[0]) for each in conversation.messages)
+                    lost = thinks and not self.load_template().writes_thoughts
+                    done.summary.lost_thoughts += lost
             except (DataError, TokenizerError) as error:
                 done.bad.append(BadLine(rows.path, line, str(error)))
             except MemoryError:
@@ -218,7 +228,7 @@ _encoder: RowEncoder | None = None
 
 
 def _start_worker(job: ConversationJob, parent: int) -> None:
-    """Load what a worker needs, and limit its memory, since a template is foreign code."""
+    """Load what a worker needs, and limit its memory."""
     global _encoder
     die_with_parent(parent)
     _encoder = RowEncoder(job)
@@ -259,6 +269,8 @@ def prepare_conversations(job: ConversationJob, log: Callable[[str], None]) -> C
         encoder.load_template()
     if note := encoder.describe_end():
         log(note)
+    # The workers have processes of their own.
+    end_process()
     total = ConversationSummary()
     # Two runs must not write the same files.
     with lock_output(job.output_prefix):
@@ -284,6 +296,7 @@ def prepare_conversations(job: ConversationJob, log: Callable[[str], None]) -> C
             # After a crash, the record of an older data set must not stay beside the new one.
             write_record(job.prefix, None)
         write_record(job.prefix, describe_tokenizer(job.tokenizer))
+    _report_thoughts(total, log)
     return total
 
 
@@ -314,9 +327,18 @@ def _wait(rows: Rows, future: "Future[_Encoded]") -> _Encoded:
         return future.result()
     except BrokenProcessPool as error:
         raise DataError(
-            f"{rows.path}: a worker ended in one of the rows from {rows.first} on. A template or a "
-            f"text may need more than {_MEMORY >> 30} GiB of memory"
+            f"{rows.path}: a worker ended in one of the rows from {rows.first} on. A text may need "
+            f"more than {_MEMORY >> 30} GiB of memory"
         ) from error
+
+
+def _report_thoughts(total: ConversationSummary, log: Callable[[str], None]) -> None:
+    """Log how many conversations have thoughts that are lost."""
+    if total.lost_thoughts:
+        log(
+            f"note: {total.lost_thoughts} conversations have thoughts, and the chat template "
+            "writes none of them"
+        )
 
 
 def _report_bad(

@@ -1,29 +1,57 @@
 """The tokens of a conversation that count in the loss.
 
-An answer is what the model writes: everything after the text that asks for an answer, up to the
-special token that ends the turn, which is included. A template with generation blocks says itself
-what that is. Otherwise the conversation is rendered with a unique word before and after the content
-of each message. The text without these words must be the plain rendering, or the template is
-refused.
+An answer is what the model must generate: everything from the end of its prompt to the end of its
+turn. A template with generation blocks says itself what that is. Otherwise the conversation is
+rendered with a unique word before and after each text of each message. The text without these words
+must be the plain rendering, or the conversation is refused. `turns` says what precedes and follows
+an answer.
 
 A token counts if at least one of its characters does. This is also transformers' rule.
 """
 
-import copy
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from megatron.base.errors import DataError
-from megatron.extras.training.chat.template import CLOSE, OPEN, ChatTemplate, Message, remove_tags
+from megatron.extras.preparation.conversations.turns import (
+    Turn,
+    find_end,
+    find_start,
+    make_short,
+    measure_same,
+    replace_ids,
+    see_turn,
+)
+from megatron.extras.preparation.conversations.words import (
+    WAYS,
+    Places,
+    mark,
+    mark_calls,
+    take_words,
+)
+from megatron.extras.training.chat.renderer import CLOSE, OPEN, RenderTimeoutError
+from megatron.extras.training.chat.template import (
+    ChatTemplate,
+    Message,
+    name_thoughts,
+    remove_tags,
+)
 
 LossOn = Literal["assistant", "all", "last"]
 Span = tuple[int, int]
 _SHOWN = 40
 """Characters of a text that a message shows."""
+_TURNS = 10_000
+"""Turns that are kept. Numbers in calls make many different ones."""
+_REMEDY = (
+    "so what counts is not known. Put {% generation %} and {% endgeneration %} around the answer "
+    "in the template, or give --loss-on all"
+)
 
 
 @dataclass(frozen=True)
@@ -34,8 +62,9 @@ class Renderer:
     specials: tuple[str, ...]
     """The texts of the tokenizer's special tokens."""
     loss_on: LossOn
+    _turns: dict[str, Turn] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def _special(self) -> re.Pattern[str]:
         longest_first = sorted(self.specials, key=len, reverse=True)
         # Without special tokens, nothing matches.
@@ -46,26 +75,42 @@ class Renderer:
         """Whether a special token ends an answer."""
         return bool(self.template.probe.find_ends(self._special))
 
+    @cached_property
+    def writes_thoughts(self) -> bool:
+        """Whether the template writes the thought of a last answer."""
+        answer = {
+            "role": "assistant",
+            "content": "x",
+            **name_thoughts({"thinking": "PROBETHOUGHT"}),
+        }
+        try:
+            text = self.template.render([{"role": "user", "content": "x"}, answer])
+        except DataError:
+            # It may refuse such a short conversation.
+            return True
+        return "PROBETHOUGHT" in text
+
     def render(self, messages: Sequence[Message], tools: Any) -> tuple[str, list[Span]]:
         """Return the text of a conversation, and the ranges of characters that count, in order.
 
         Raises:
-            DataError: The template refuses the conversation, or changes an answer.
+            DataError: The template refuses the conversation, leaves out a call, or does not show
+                what counts.
         """
+        with self.template.limit_time():
+            return self._render(messages, tools)
+
+    def _render(self, messages: Sequence[Message], tools: Any) -> tuple[str, list[Span]]:
         tagged = self.template.render(messages, tools)
         text = remove_tags(tagged)
-        for name in list_names(messages, tools):
-            if name not in text:
-                raise DataError(
-                    f"{self.template.origin} does not write the call or the description of the "
-                    f"tool {name!r}. Use a template for tools, or leave tools out"
-                )
+        self._check_calls(messages, tools, text)
         if self.loss_on == "all":
             return text, [(0, len(text))]
         if self.template.is_tagged:
             spans = _find_tagged(tagged)
         else:
-            spans = self._find_marked(messages, tools, text)
+            places = self._find_words(messages, tools, text)
+            spans = [*self._list_answers(messages, tools, places, text)]
         if not spans:
             raise DataError(f"{self.template.origin} writes no answer of this conversation")
         # An answer may have several ranges only in a template with generation blocks.
@@ -73,55 +118,73 @@ class Renderer:
             spans = spans[-1:]
         return text, spans
 
-    def _find_marked(self, messages: Sequence[Message], tools: Any, text: str) -> list[Span]:
-        """Return the answers of a template without generation blocks."""
+    def _check_calls(self, messages: Sequence[Message], tools: Any, text: str) -> None:
+        """Refuse a conversation whose calls or tools are not in its text.
+
+        Raises:
+            DataError: One is missing.
+        """
+        missing = [name for name in list_names((), tools) if name not in text]
+        names = list_names(messages, None)
+        if names:
+            # The description of a tool has its name too, so the calls get names of their own.
+            word = _choose_word(messages, tools, text)
+            marked = [mark_calls(each, f"{word}{at}p") for at, each in enumerate(messages)]
+            given, found = (
+                {*re.findall(f"{word}[0-9]+p[0-9]+z", each)}
+                for each in (json.dumps(marked, default=str), self.template.render(marked, tools))
+            )
+            if given - found:
+                missing.append(names[0])
+        if missing:
+            raise DataError(
+                f"{self.template.origin} does not write the call or the description of the tool "
+                f"{missing[0]!r}, or not all of it. Use a template for tools, or leave tools out"
+            )
+
+    def _find_words(self, messages: Sequence[Message], tools: Any, text: str) -> Places:
+        """Return where the texts of messages are.
+
+        Raises:
+            DataError: The template changes the text of an answer.
+        """
         word = _choose_word(messages, tools, text)
         # The error of the first way is about the words in the simplest place.
         first_error = None
         # Words around questions too show where the window of an answer begins and ends. A template
         # may strip white space, or ask whether a content is empty or how a question begins.
-        ways = (_surround_all, _surround_begin, _surround_stripped, _surround_text)
-        for of_answers, of_others in itertools.product(ways, (*ways, None)):
+        for of_answers, of_others in itertools.product(WAYS, (*WAYS, None)):
             by_role = {"assistant": of_answers, "user": of_others, "tool": of_others}
             marked = [
-                _mark(message, f"{word}{number}z", by_role.get(message["role"]))
+                mark(message, f"{word}{number}p", by_role.get(message["role"]))
                 for number, message in enumerate(messages)
             ]
             try:
                 found = self.template.render(marked, tools)
+            except RenderTimeoutError:
+                raise
             except DataError as error:
                 first_error = first_error or error
                 continue
-            places, without = _take_words(found, word)
+            places, without = take_words(found, word)
             if without == text:
-                return [*self._extend(messages, places, text)]
+                return places
         if first_error is not None:
             raise first_error
-        at = next((i for i, (a, b) in enumerate(zip(text, without, strict=False)) if a != b), 0)
+        at = measure_same(text, without)
         raise DataError(
-            f"{self.template.origin} changes the text of an answer, so what counts is not known: "
-            f"the text after {text[max(0, at - _SHOWN) : at]!r} is another one when words are put "
-            "around the answers. Put {% generation %} and {% endgeneration %} around the answer in "
-            "the template, or give --loss-on all"
+            f"{self.template.origin} changes the text of an answer, {_REMEDY}: the text after "
+            f"{text[max(0, at - _SHOWN) : at]!r} is another one when words are put around the "
+            "answers"
         )
 
-    def _extend(
-        self, messages: Sequence[Message], places: dict[int, list[int]], text: str
+    def _list_answers(
+        self, messages: Sequence[Message], tools: Any, places: Places, text: str
     ) -> Iterator[Span]:
-        """Yield the answers: from the end of the prompt to the end of the turn.
-
-        Args:
-            messages: The conversation.
-            places: Number of each message -> where its contents begin and end in the text.
-            text: The text.
-        """
-        special = self._special
-        probe = self.template.probe
-        openings = special.findall(probe.before)
-        ends = probe.find_ends(special)
-        # Not each template writes its prompt before each answer. A special token may be left of it.
-        headers = [probe.find_prompt(special)]
-        headers += [token for token in special.findall(probe.between)[-1:] if token not in ends]
+        """Yield the answers: from the end of the prompt to the end of the turn."""
+        # Where the texts of later messages begin.
+        firsts = [min(places.get(number, [len(text)])) for number in range(len(messages))]
+        laters = [*itertools.accumulate([len(text), *firsts[:0:-1]], min)][::-1]
         # Each answer is looked for after the message before.
         cursor = 0
         for number, message in enumerate(messages):
@@ -129,62 +192,62 @@ class Renderer:
             if message["role"] != "assistant":
                 cursor = max([cursor, *found])
                 continue
-            later = min(
-                (min(others) for other, others in places.items() if other > number),
-                default=len(text),
-            )
-            # After a question, the first header is that of the answer. Otherwise the nearest one.
-            nearest = number > 0 and number - 1 not in places
-            start = _find_header(
-                text, headers, (cursor, min(found, default=later)), nearest=nearest
-            )
+            later = laters[number]
+            turn = self._see(messages, number, tools, keep_numbers=False)
+            start = find_start(text, turn, (cursor, later), found)
+            # Neither the answer nor its turn is in the text.
             if start is None and not found:
-                # Neither the answer nor its turn is in the text.
                 continue
-            if start is None and len(found) % 2:
+            if start is None or any(not cursor <= place <= later for place in found):
                 raise DataError(
-                    f"{self.template.origin} leaves out the beginning of message {number + 1}, so "
-                    "what counts is not known. Put {% generation %} and {% endgeneration %} around "
-                    "the answer in the template, or give --loss-on all"
+                    f"{self.template.origin} does not show where the answer of message "
+                    f"{number + 1} begins, {_REMEDY}"
                 )
-            first = min(found, default=0) if start is None else start
-            last = max([first, *found])
-            last = _find_end(special, text, (last, later), ends, openings)
-            cursor = last
-            yield first, last
+            # A prompt may reach into the content.
+            last = max([start, *found])
+            ends = self.template.probe.find_ends(self._special)
+            is_last = number == len(messages) - 1
+            end = find_end(self._special, text, (last, later), turn, ends, is_last=is_last)
+            if end is None:
+                turn = self._see(messages, number, tools, keep_numbers=True)
+                end = find_end(self._special, text, (last, later), turn, ends, is_last=is_last)
+            if end is None:
+                raise DataError(
+                    f"{self.template.origin} does not show where the answer of message "
+                    f"{number + 1} ends, {_REMEDY}"
+                )
+            cursor = end
+            yield start, end
 
+    def _see(
+        self, messages: Sequence[Message], number: int, tools: Any, *, keep_numbers: bool
+    ) -> Turn:
+        """Return what surrounds an answer, seen in a short conversation of the same shape."""
+        short, ids = make_short(messages, number, keep_numbers=keep_numbers)
+        key = json.dumps([short, bool(tools)], default=str)
+        if key not in self._turns:
+            if len(self._turns) >= _TURNS:
+                self._turns.clear()
+            self._turns[key] = see_turn(self._try_words, self._special, short, tools)
+        return replace_ids(self._turns[key], ids) if ids else self._turns[key]
 
-def _find_end(
-    special: re.Pattern[str], text: str, window: Span, ends: Sequence[str], openings: Sequence[str]
-) -> int:
-    """Return where a turn ends: after the first token that ends turns, or where the window begins.
-
-    A turn may also end with another special token, but not with one that begins a turn.
-    """
-    other = window[0]
-    for found in special.finditer(text, *window) if ends else ():
-        if found[0] in ends:
-            return found.end()
-        if found[0] in openings:
-            break
-        other = found.end()
-    return other
-
-
-def _find_header(text: str, headers: Sequence[str], window: Span, *, nearest: bool) -> int | None:
-    """Return where the text before an answer ends, or None if there is no such text.
-
-    Args:
-        text: The conversation.
-        headers: What may precede an answer.
-        window: From the end of the message before to the answer, or to the next message.
-        nearest: Whether the last header of the window is that of the answer, and not the first.
-    """
-    for header in filter(None, headers):
-        at = text.rfind(header, *window) if nearest else text.find(header, *window)
-        if at >= 0:
-            return at + len(header)
-    return None
+    def _try_words(
+        self, messages: Sequence[Message], tools: Any, *, prompt: bool
+    ) -> tuple[str, Places] | None:
+        """Return the text of a short conversation, and where texts are. None if that fails."""
+        for way in WAYS:
+            marked = [mark(each, f"mark{n}p", way) for n, each in enumerate(messages)]
+            try:
+                text = self.template.render(messages, tools, prompt=prompt)
+                found = self.template.render(marked, tools, prompt=prompt)
+            except RenderTimeoutError:
+                raise
+            except DataError:
+                continue
+            places, without = take_words(found, "mark")
+            if without == text:
+                return text, places
+        return None
 
 
 def list_names(messages: Sequence[Message], tools: Any) -> list[str]:
@@ -234,69 +297,5 @@ def _find_tagged(text: str) -> list[Span]:
 def _choose_word(messages: Sequence[Message], tools: Any, text: str) -> str:
     """Return a word that the conversation does not have. JSON does not change it."""
     # Any key or text of the conversation may be rendered.
-    everything = json.dumps([messages, tools], ensure_ascii=False) + text
+    everything = json.dumps([messages, tools], ensure_ascii=False, default=str) + text
     return next(word for n in range(1 << 30) if (word := f"mark{n}q") not in everything)
-
-
-def _mark(message: Message, word: str, surround: Callable[[str, str], str] | None) -> Message:
-    """Return a message with a word before and after each of its contents.
-
-    Args:
-        message: The message.
-        word: The word.
-        surround: Puts a word around the content of a message. None leaves the message as it is.
-    """
-    if surround is None:
-        return message
-    # The plain rendering uses the message too.
-    marked = copy.deepcopy(dict(message))
-    for key in ("content", "reasoning_content"):
-        value = marked.get(key)
-        if isinstance(value, str):
-            marked[key] = (surround if key == "content" else _surround_text)(value, word)
-        for part in value if isinstance(value, list) else ():
-            part["text"] = _surround_text(part["text"], word)
-    for call in marked.get("tool_calls") or ():
-        function = call.get("function", call)
-        function["name"] = _surround_text(function["name"], word)
-    return marked
-
-
-def _surround_all(text: str, word: str) -> str:
-    """Put a word before and after a text, which may be empty."""
-    return f"{word}{text}{word}"
-
-
-def _surround_begin(text: str, word: str) -> str:
-    """Put a word before a text, and another one before its last white space."""
-    inner = text.rstrip()
-    return f"{word}{inner}{word}{text[len(inner) :]}"
-
-
-def _surround_stripped(text: str, word: str) -> str:
-    """Put a word before and after a text, inside of its outer white space."""
-    inner = text.strip()
-    start = text.index(inner)
-    return f"{text[:start]}{_surround_all(inner, word)}{text[start + len(inner) :]}"
-
-
-def _surround_text(text: str, word: str) -> str:
-    """Put a word before and after a text, unless it is empty or white space."""
-    # Nothing of such a text can be found again.
-    if not text.strip():
-        return text
-    return _surround_stripped(text, word)
-
-
-def _take_words(text: str, word: str) -> tuple[dict[int, list[int]], str]:
-    """Return the places of the words of each message, and the text without words."""
-    places: dict[int, list[int]] = {}
-    pieces = []
-    size = 0
-    at = 0
-    for found in re.finditer(f"{word}([0-9]+)z", text):
-        pieces.append(text[at : found.start()])
-        size += len(pieces[-1])
-        at = found.end()
-        places.setdefault(int(found[1]), []).append(size)
-    return places, "".join([*pieces, text[at:]])

@@ -12,13 +12,20 @@ from megatron.base.errors import DataError
 from megatron.base.outside_file import parse_json
 from megatron.extras.preparation.preprocess.input_files import InputFormat, find_format
 from megatron.extras.preparation.preprocess.inputs import read_blocks
-from megatron.extras.training.chat.template import CLOSE, OPEN, Message
+from megatron.extras.training.chat.renderer import CLOSE, OPEN
+from megatron.extras.training.chat.template import (
+    THOUGHTS,
+    Message,
+    name_thoughts,
+)
 from megatron.extras.training.stream.table_files import open_arrow, open_parquet
 
 ROLES = ("system", "user", "assistant", "tool")
 _COLUMNS = ("messages", "tools", "prompt", "completion")
 _ROWS = 256
 """Rows that a worker gets at once."""
+_BYTES = 1 << 24
+"""Bytes of a table after which a worker gets fewer rows."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +71,30 @@ def _read_table(path: str, *, parquet: bool) -> Iterator[Rows]:
                 f"{path} has the columns {', '.join(names)}, and neither messages nor prompt and "
                 "completion. Rename them."
             )
+        # The sizes in a file are those of encoded values: a text that is stored once may be in each
+        # row. So rows are read one by one, and a worker gets as many as have few bytes.
         batches = (
-            file.iter_batches(batch_size=_ROWS, columns=columns)
+            file.iter_batches(batch_size=1, columns=columns, use_threads=False)
             if parquet
-            else (batch.select(columns) for _, _, batch in file.read_batches())
+            else (
+                batch.select(columns).slice(at, 1)
+                for _, _, batch in file.read_batches()
+                for at in range(batch.num_rows)
+            )
         )
         first = 1
+        values: list[Any] = []
+        size = 0
         for batch in batches:
-            for at in range(0, batch.num_rows, _ROWS):
-                values = batch.slice(at, _ROWS).to_pylist()
+            values += batch.to_pylist()
+            size += batch.nbytes
+            if len(values) >= _ROWS or size > _BYTES:
                 yield Rows(path, first, values)
                 first += len(values)
+                values = []
+                size = 0
+        if values:
+            yield Rows(path, first, values)
 
 
 @dataclass(frozen=True)
@@ -118,7 +138,7 @@ def parse_row(value: Any) -> Conversation | None:
         )
     if "assistant" not in roles:
         raise DataError("no message is of the assistant, so nothing counts")
-    return Conversation(checked, value.get("tools") or None)
+    return Conversation(checked, _clean(value.get("tools"), keep_nulls=True) or None)
 
 
 def _parse_completion(value: dict[str, Any]) -> Conversation:
@@ -161,8 +181,8 @@ def _check_message(message: Any, number: int) -> Message:
     """
     if not isinstance(message, dict):
         raise DataError(f"message {number} is {type(message).__name__}, and must be an object")
-    # A table gives all rows the same keys.
-    found = _drop_nulls(message)
+    # A table gives all rows the same keys. A template reads one name of a thought.
+    found = name_thoughts(_clean(message))
     role = found.get("role")
     if role not in ROLES:
         raise DataError(f"message {number} has the role {role!r}, and must have one of "
@@ -174,7 +194,7 @@ def _check_message(message: Any, number: int) -> Message:
     if "content" not in found and role == "assistant" and calls:
         found["content"] = ""
     content = found.get("content")
-    texts = [found.get("reasoning_content", "")]
+    texts = [found.get(THOUGHTS[0], "")]
     if isinstance(content, list):
         texts += [part.get("text") if isinstance(part, dict) else None for part in content]
     else:
@@ -191,12 +211,16 @@ def _has_name(call: Any) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
-def _drop_nulls(value: Any) -> Any:
-    """Return a value without keys that are null, at all depths."""
+def _clean(value: Any, *, keep_nulls: bool = False) -> Any:
+    """Return a value without keys that are null, at all depths. A map of a table is an object."""
+    # Only a map has pairs. An empty one is an empty list.
+    if isinstance(value, list) and value and all(isinstance(each, tuple) for each in value):
+        value = dict(value)
     if isinstance(value, dict):
-        return {key: _drop_nulls(each) for key, each in value.items() if each is not None}
+        kept = {key: each for key, each in value.items() if keep_nulls or each is not None}
+        return {key: _clean(each, keep_nulls=keep_nulls) for key, each in kept.items()}
     if isinstance(value, list):
-        return [_drop_nulls(each) for each in value]
+        return [_clean(each, keep_nulls=keep_nulls) for each in value]
     return value
 
 

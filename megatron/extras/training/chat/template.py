@@ -1,84 +1,40 @@
-"""A chat template of Jinja, rendered as transformers renders it, in a sandbox.
+"""A chat template of Jinja, rendered as transformers renders it, in a process with limits.
 
 Source: transformers (https://huggingface.co/docs/transformers/chat_templating).
 Text between `{% generation %}` and `{% endgeneration %}` is what the model writes.
 """
 
 import contextlib
-import datetime
-import itertools
-import json
 import re
-import signal
-import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jinja2 import nodes
-from jinja2.exceptions import SecurityError, TemplateError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from megatron.base.errors import ConfigError, DataError
 from megatron.base.outside_file import SETTINGS_BYTES, load_json, load_text
 from megatron.config.data import TokenizerConfig
+from megatron.extras.training.chat.renderer import (
+    CLOSE,
+    OPEN,
+    RenderError,
+    RenderTimeoutError,
+    TemplateProcess,
+)
 from megatron.tokenizer import HFTokenizer, Tokenizer
 from megatron.tokenizer.build import read_special_token
 from megatron.tokenizer.hub import find_tokenizer_folder
 
 Message = Mapping[str, Any]
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
-"""What surrounds the text of a generation block. No text has these two, which are no characters."""
-SECONDS = 5.0
-"""Longest time to render one conversation."""
-_CHARACTERS = 1 << 24
-"""Longest text of one conversation."""
-_BITS = 1 << 12
-"""Largest number that a template may compute."""
+SECONDS = 4.0
+"""Longest time to compile a template, and to render one conversation in all ways."""
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
-
-
-class _Generation(Extension):
-    """The tag of what the model writes."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """Return the block, with a call of `_mark` around it."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-    def _mark(self, caller: Any) -> str:
-        return f"{OPEN}{caller()}{CLOSE}"
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox of Jinja, without operators whose result may be of any size."""
-
-    intercepted_binops = frozenset({"*", "**", "%"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Return the result of an operator.
-
-        Raises:
-            SecurityError: The result may be too large.
-        """
-        is_product = all(isinstance(each, (int, float)) for each in (left, right))
-        # A text times a number, or a power, may fill the memory before anything can stop it.
-        if operator == "**" or (operator == "*" and not is_product):
-            raise SecurityError(f"the operator {operator} is not allowed for such values")
-        if operator == "%" and isinstance(left, str):
-            raise SecurityError("the operator % is not allowed for texts")
-        # A loop may square a number again and again.
-        result = super().call_binop(context, operator, left, right)
-        if isinstance(result, int) and result.bit_length() > _BITS:
-            raise SecurityError(f"a number of {result.bit_length()} bits is not allowed")
-        return result
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Names of a thought. A template reads one of them."""
+_process: TemplateProcess | None = None
+"""The process that renders for this one."""
 
 
 class ChatTemplate:
@@ -97,20 +53,37 @@ class ChatTemplate:
         """
         self.origin = origin
         self.is_tagged = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
-        environment = _Sandbox(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
-        # The functions that transformers gives to a template.
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        # One date for all conversations, also if a day ends meanwhile.
-        now = datetime.datetime.now()
-        environment.globals["strftime_now"] = now.strftime
+        self._source = source
         self._tokens = dict(tokens)
+        self._compiled_in: TemplateProcess | None = None
+        self._deadline: float | None = None
         try:
-            self._template = environment.from_string(source)
-        except (TemplateError, RecursionError) as error:
+            self._compile()
+        except RenderTimeoutError as error:
+            raise ConfigError(f"{origin} needs more than {SECONDS:g} s to be compiled") from error
+        except RenderError as error:
             raise ConfigError(f"{origin} is no chat template: {error}") from error
+
+    def _compile(self) -> TemplateProcess:
+        """Return a process that has the compiled template. It is a new one after a kill."""
+        global _process
+        if _process is None or not _process.runs:
+            _process = TemplateProcess()
+        if self._compiled_in is not _process:
+            request = {"number": id(self), "source": self._source}
+            _process.ask(request, time.monotonic() + SECONDS)
+            self._compiled_in = _process
+        return _process
+
+    @contextlib.contextmanager
+    def limit_time(self) -> Iterator[None]:
+        """Give all renderings of a block `SECONDS` together."""
+        before = self._deadline
+        self._deadline = before or time.monotonic() + SECONDS
+        try:
+            yield
+        finally:
+            self._deadline = before
 
     def render(
         self, messages: Sequence[Message], tools: Any = None, *, prompt: bool = False
@@ -125,28 +98,17 @@ class ChatTemplate:
         Raises:
             DataError: The template refuses the conversation, fails, or exceeds a limit.
         """
-        pieces = []
-        size = 0
+        variables = {"messages": list(messages), "tools": tools, "add_generation_prompt": prompt}
         try:
-            with _limit_seconds():
-                for piece in self._template.generate(
-                    messages=messages, tools=tools, add_generation_prompt=prompt, **self._tokens
-                ):
-                    pieces.append(piece)
-                    size += len(piece)
-                    if size > _CHARACTERS:
-                        raise DataError(
-                            f"{self.origin} writes more than {_CHARACTERS:,} characters"
-                        )
-        except DataError:
-            raise
-        except MemoryError as error:
-            raise DataError(f"{self.origin} needs too much memory") from error
-        # A template may raise any error.
-        except Exception as error:
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
-            raise DataError(f"{self.origin} cannot render it: {reason}") from error
-        return "".join(pieces)
+            process = self._compile()
+            request = {"number": id(self), "variables": {**variables, **self._tokens}}
+            return process.ask(request, self._deadline or time.monotonic() + SECONDS)
+        except RenderTimeoutError as error:
+            raise RenderTimeoutError(
+                f"{self.origin} needs more than {SECONDS:g} s for one conversation"
+            ) from error
+        except RenderError as error:
+            raise DataError(f"{self.origin} cannot render it: {error}") from error
 
     @cached_property
     def probe(self) -> "Probe":
@@ -161,11 +123,13 @@ class ChatTemplate:
             ([asked], True),
             ([asked, answered, {"role": "user", "content": again}], False),
         ):
-            text = ""
-            # Some templates refuse such a short conversation.
-            with contextlib.suppress(DataError):
-                text = remove_tags(self.render(messages, prompt=prompt))
-            texts.append(text)
+            try:
+                texts.append(remove_tags(self.render(messages, prompt=prompt)))
+            except RenderTimeoutError:
+                raise
+            except DataError:
+                # Some templates refuse such a short conversation.
+                texts.append("")
         # Without the answer, the others are empty, and nothing is known of the template.
         before, _, after = texts[0].partition(answer)
         next_turn = texts[3].partition(answer)[2].partition(again)[0]
@@ -190,11 +154,6 @@ class Probe:
     prompted: str
     """The question, and the beginning of an answer."""
 
-    @property
-    def before(self) -> str:
-        """Everything before the answer."""
-        return self.first + "PROBEQUESTION" + self.between
-
     def find_ends(self, special: re.Pattern[str]) -> tuple[str, ...]:
         """Return the special tokens that end an answer: the last one of a text, and others.
 
@@ -204,32 +163,32 @@ class Probe:
         found = special.findall(self.after)[:1]
         # What begins the next question is no end. It begins an answer, or the first question too.
         begins = [*special.findall(self.prompted)[-1:], *special.findall(self.first)[-1:]]
-        begins += special.findall(self.find_prompt(special))[:1]
+        begins += special.findall(self.prompted.removeprefix(self.asked))[:1]
         found += [token for token in special.findall(self.next_turn)[:1] if token not in begins]
         return tuple(dict.fromkeys(found))
 
-    def find_prompt(self, special: re.Pattern[str]) -> str:
-        """Return what asks for an answer. Empty if the template writes nothing of that kind.
 
-        Args:
-            special: Matches special tokens.
-        """
-        if self.asked and self.prompted.startswith(self.asked):
-            return self.prompted.removeprefix(self.asked)
-        # A template may write the end of the text where no answer is asked for.
-        pairs = zip(self.before, self.prompted, strict=False)
-        same = "".join(a for a, b in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        _, question, tail = same.partition("PROBEQUESTION")
-        if not question or not self.asked:
-            return ""
-        # The question's own end is no part of it.
-        starts = [found.start() for found in special.finditer(tail)]
-        return tail[max(starts, default=0) :]
+def end_process() -> None:
+    """End the process that renders. The next rendering starts another one."""
+    if _process is not None and _process.runs:
+        _process.close()
 
 
 def remove_tags(text: str) -> str:
     """Return a rendered text without the marks of generation blocks."""
     return text.replace(OPEN, "").replace(CLOSE, "")
+
+
+def name_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose thought has all names, since templates read different ones.
+
+    Raises:
+        DataError: It has two thoughts that differ.
+    """
+    thoughts = [message[name] for name in THOUGHTS if message.get(name) is not None]
+    if any(each != thoughts[0] for each in thoughts):
+        raise DataError(f"it has different thoughts under {', '.join(THOUGHTS)}. Keep one")
+    return {**message, **dict.fromkeys(THOUGHTS, thoughts[0])} if thoughts else message
 
 
 def load_chat_template(config: TokenizerConfig, file: str | None = None) -> ChatTemplate:
@@ -294,42 +253,3 @@ def read_special_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
     tokenizer.backend.encode_special_tokens = False
     added = tokenizer.backend.get_added_tokens_decoder().values()
     return tuple(token.content for token in added if token.special)
-
-
-@contextlib.contextmanager
-def _limit_seconds() -> Iterator[None]:
-    """Raise a DataError in the block after `SECONDS`. Only a main thread can be interrupted."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: Any) -> None:
-        raise DataError(f"the chat template needs more than {SECONDS:g} s for one conversation")
-
-    # A timer interrupts loops of a template, which run in Python. It repeats, because Python drops
-    # an exception that is raised while it destroys an object.
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS, 1.0)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def _raise(message: str) -> None:
-    """Let a template refuse a conversation."""
-    raise TemplateError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Return a value as JSON. Jinja's own filter would escape characters of HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )

@@ -158,9 +158,7 @@ class CapturedRunner:
                 added = 4 * sum(p.numel() for p in self._parameters)
                 if shortage := self._recorder.find_shortage(added * self._needs_gradients):
                     return self._give_up(f"memory: {shortage}")
-                self._graphs = _Graphs(
-                    self._eager, self._model, self._recorder, inputs[0], wanted
-                )
+                self._graphs = _Graphs(self._eager, self._model, self._recorder, inputs[0], wanted)
             # A ramp-up of the batch size may begin with one microbatch.
             if len(inputs) > 1:
                 self._graphs.record_sum()
@@ -190,9 +188,11 @@ class CapturedRunner:
         total = torch.zeros((), dtype=torch.float32, device=inputs[0].tokens.device)
         with self._share_memory(inputs[0]):
             with self._graphs.keep_gradients():
-                total += self._eager.compute_gradients(inputs[0], factor, first=True) / len(inputs)
+                loss = self._eager.compute_gradients(inputs[0], factor, first=True)
+                total += loss / len(inputs)
             for microbatch in inputs[1:]:
-                total += self._eager.compute_gradients(microbatch, factor, first=False) / len(inputs)
+                loss = self._eager.compute_gradients(microbatch, factor, first=False)
+                total += loss / len(inputs)
         self._eager.finish_sums()
         return total
 
@@ -271,9 +271,7 @@ class _Graphs:
             self._others = self._recorder.record(partial(self._compute, first=False))
 
     def _compute(self, *, first: bool) -> None:
-        self._loss.copy_(
-            self._eager.compute_gradients(self._inputs, self._factor, first=first)
-        )
+        self._loss.copy_(self._eager.compute_gradients(self._inputs, self._factor, first=first))
 
     def _set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):

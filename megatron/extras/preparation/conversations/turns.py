@@ -1,0 +1,238 @@
+"""What precedes and follows an answer, seen in a short conversation of the same shape.
+
+A short conversation has the message before the answer and the answer, with other texts. It is
+rendered up to the answer, with the beginning of an answer, with the answer at its end, and with
+another message after it. What these have in common shows the prompt and the end of the turn.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.extras.preparation.conversations.words import Places
+from megatron.extras.training.chat.template import Message
+
+Window = tuple[int, int]
+Try = Callable[..., tuple[str, Places] | None]
+"""Renders messages, and returns the text with its places. None if the template refuses them."""
+_QUESTION: Message = {"role": "user", "content": "PROBE"}
+_ANSWER: Message = {"role": "assistant", "content": "PROBE"}
+_IDS = ("id", "tool_call_id")
+_SHORT_ID = 8
+"""Ids with fewer characters are kept."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What surrounds an answer."""
+
+    prompts: tuple[str, ...]
+    """Texts that may end where an answer begins, the most certain one first."""
+    is_asked: bool
+    """Whether the template asks for an answer. Otherwise white space precedes it."""
+    last: str | None = None
+    """Everything after the last text of the answer, at the end of a conversation."""
+    later: str | None = None
+    """Everything between the last text of the answer and that of the next message."""
+
+
+def replace_ids(turn: Turn, ids: Mapping[str, str]) -> Turn:
+    """Return what surrounds an answer with the ids of its conversation."""
+
+    def put(text: str | None) -> str | None:
+        for real, short in ids.items():
+            text = text and text.replace(short, real)
+        return text
+
+    prompts = tuple(map(str, map(put, turn.prompts)))
+    return replace(turn, prompts=prompts, last=put(turn.last), later=put(turn.later))
+
+
+def make_short(
+    messages: Sequence[Message], number: int, *, keep_numbers: bool
+) -> tuple[list[Message], dict[str, str]]:
+    """Return a short conversation that ends with an answer and has its shape, and its ids.
+
+    The ids are those of calls, each with the one that replaces it.
+
+    Args:
+        messages: The conversation.
+        number: The number of the answer.
+        keep_numbers: Whether the answer has its own numbers. Most ends do not depend on them.
+    """
+    first = number - 1
+    # A result of a tool needs its call.
+    while first > 0 and messages[first]["role"] == "tool":
+        first -= 1
+    context = [*messages[max(0, first) : number]]
+    if not context or context[0]["role"] != "user":
+        context = [_QUESTION, *(each for each in context if each["role"] != "system")]
+    ids: dict[str, str] = {}
+    short = [_shorten(each, ids, keep_numbers=False) for each in context]
+    return [*short, _shorten(messages[number], ids, keep_numbers=keep_numbers)], ids
+
+
+def _shorten(value: Any, ids: dict[str, str], key: str = "", *, keep_numbers: bool) -> Any:
+    """Return a value with other texts. What a template may ask about stays."""
+    if isinstance(value, dict):
+        return {k: _shorten(each, ids, k, keep_numbers=keep_numbers) for k, each in value.items()}
+    if isinstance(value, list):
+        return [_shorten(each, ids, key, keep_numbers=keep_numbers) for each in value]
+    if type(value) in (int, float) and not keep_numbers:
+        return type(value)(7)
+    if not isinstance(value, str) or key in ("role", "type"):
+        return value
+    if key in _IDS:
+        # Some templates ask for a length. A short id may be a part of other texts.
+        same = len(value) < _SHORT_ID
+        return ids.setdefault(value, value if same else f"Q{len(ids)}Z".ljust(len(value), "7"))
+    if "</think>" in value:
+        return "<think>\nPROBE\n</think>\n\nPROBE"
+    return "PROBE" if value.strip() else ""
+
+
+def see_turn(render: Try, special: re.Pattern[str], short: Sequence[Message], tools: Any) -> Turn:
+    """Return what surrounds the last message of a short conversation.
+
+    Args:
+        render: Renders messages.
+        special: Matches special tokens.
+        short: The conversation.
+        tools: Descriptions of functions.
+    """
+    context, answer = short[:-1], short[-1]
+    at = len(context)
+
+    def cut(
+        messages: Sequence[Message], begin: int, end: int | None, *, prompt: bool = False
+    ) -> str | None:
+        """Return the text from the end of a message to the beginning of another one."""
+        found = render(messages, tools, prompt=prompt)
+        if found is None or end not in (None, *found[1]):
+            return None
+        text, places = found
+        stop = len(text) if end is None else min(places[end])
+        start: int | None = max(places[begin]) if begin in places else None
+        if start is None and begin == at:
+            # Nothing of an empty answer can be found, so it begins where its prompt ends.
+            start = find_start(text, prompts, (max(places.get(at - 1, [0])), stop), ())
+        return None if start is None else text[start:stop]
+
+    # With and without the text that asks for an answer.
+    asked = cut(context, at - 1, None, prompt=True)
+    alone = cut(context, at - 1, None)
+    plain = [cut([*context, _ANSWER, *after], at - 1, at) for after in ([], [_QUESTION])]
+    prompts = _find_prompts(special, asked, alone, [gap for gap in plain if gap is not None])
+    # Some templates refuse a question after a call.
+    follower = {"role": "tool", "content": "PROBE"} if answer.get("tool_calls") else _QUESTION
+    last = cut(short, at, None)
+    later = cut([*short, follower], at, at + 1)
+    return replace(prompts, last=last, later=later)
+
+
+def _find_prompts(
+    special: re.Pattern[str], asked: str | None, alone: str | None, gaps: Sequence[str]
+) -> Turn:
+    """Return what precedes an answer.
+
+    Args:
+        special: Matches special tokens.
+        asked: What follows a message if an answer is asked for.
+        alone: What follows it otherwise.
+        gaps: What is between a message and a plain answer.
+    """
+    if asked is None or alone is None or asked == alone:
+        # What precedes a plain answer is not generated, and what precedes a call may be.
+        return Turn((*gaps, *filter(None, [asked])), False)
+    # The end of the message before is no part of the prompt that is looked for.
+    begin = measure_common(special, asked, alone)
+    # The role's header is what each answer has of its prompt.
+    size = min((measure_same(asked, gap) for gap in gaps), default=0)
+    if size < len(asked) and all(size < len(gap) for gap in gaps):
+        line = asked.rfind("\n", begin, size) + 1
+        size = line or max([0, *(each.end() for each in special.finditer(asked, begin, size))])
+    header = asked[begin : max(begin, size)]
+    return Turn(tuple(filter(None, (asked[begin:], header))), True)
+
+
+def find_start(text: str, turn: Turn, window: Window, found: Sequence[int]) -> int | None:
+    """Return where an answer begins, or None if the text does not show it.
+
+    Args:
+        text: The conversation.
+        turn: What surrounds the answer.
+        window: From the end of the message before to the beginning of the next one.
+        found: Where texts of the answer begin and end.
+    """
+    begin, end = window
+    first = min(found, default=end)
+    # The message before may imitate a prompt, so the search begins at its end.
+    for prompt in turn.prompts:
+        at = text.find(prompt, begin, min(end, first + len(prompt)))
+        if 0 <= at <= first:
+            start = at + len(prompt)
+            if turn.is_asked or start >= first:
+                return start
+            return first - len(text[start:first].lstrip())
+    return None
+
+
+def find_end(
+    special: re.Pattern[str],
+    text: str,
+    window: Window,
+    turn: Turn,
+    ends: Sequence[str],
+    *,
+    is_last: bool,
+) -> int | None:
+    """Return where a turn ends, or None if the text does not show it.
+
+    Args:
+        special: Matches special tokens.
+        text: The conversation.
+        window: From the end of the last text of the answer to the next message.
+        turn: What surrounds the answer.
+        ends: Special tokens that end an answer.
+        is_last: Whether no message follows.
+    """
+    gap = text[slice(*window)]
+    inner = gap.lstrip()
+    begin = window[0] + len(gap) - len(inner)
+    other = ((turn.later if is_last else turn.last) or "").lstrip()
+    size = measure_common(special, inner, other)
+    found = [each.end() for each in special.finditer(inner, 0, size)]
+    if found:
+        return begin + found[-1]
+    # Another special token may stand for the end, and tags and numbers of a call precede it.
+    after = special.search(inner, size)
+    if after is not None and after[0] in ends:
+        # What follows it may be a second end.
+        at = max(0, other.find(after[0]))
+        more = measure_common(special, inner[after.start() :], other[at:])
+        found = [
+            each.end() for each in special.finditer(inner, after.start(), after.start() + more)
+        ]
+        return begin + max([after.end(), *found])
+    # A template without such a token ends an answer with text, or with nothing.
+    rest = inner if is_last else special.sub("", other)
+    if turn.last is None or rest[size:].strip():
+        return None
+    own = inner[:size].rstrip()
+    return max(window[0], (begin + len(own)) * bool(own))
+
+
+def measure_common(special: re.Pattern[str], one: str, other: str) -> int:
+    """Return how many characters two texts have in common, without a part of a special token."""
+    size = measure_same(one, other)
+    cuts = [each.start() for text in (one, other) for each in special.finditer(text)
+            if each.start() < size < each.end()]  # fmt: skip
+    return min([size, *cuts])
+
+
+def measure_same(one: str, other: str) -> int:
+    """Return how many characters are the same at the beginning of two texts."""
+    # Both are short, but for the message about a template that changes texts.
+    size = min(len(one), len(other))
+    return next((at for at in range(size) if one[at] != other[at]), size)
