@@ -84,10 +84,10 @@ class LaunchScript:
     `documents` has the files that the script writes itself, such as a DeepSpeed JSON, by name.
 
     `tested` has the variables without a value that the control flow depends on. `missing_arguments`
-    describes each argument that is missing, in their order. `assumed_files` are the
-    files that the script needs in order to go on. `sourced` are the files that were read with the
-    script (`source FILE`), and `unread` has the line of each other such command. `loop` is the header of the loop whose first pass
-    starts training, or empty.
+    describes each argument that is missing, in their order. `assumed_files` are the files that the
+    script needs in order to go on. `sourced` are the files that were read with the script
+    (`source FILE`), and `unread` has the line of each other such command. `loop` is the header of
+    the loop whose first pass starts training, or empty.
     """
 
     arguments: tuple[str, ...]
@@ -119,8 +119,9 @@ def read_launch_script(
     """Find the training command by following the control flow of the script at `path`.
 
     A contained shell carries out assignments and control flow. No command runs, and nothing is
-    redirected. Files near the script that it reads with `source` are read with it. Variables and arguments that are not given stay as they are written.
-    If the control flow depends on an unset variable, it is empty, as in bash.
+    redirected. Files near the script that it reads with `source` are read with it. Variables and
+    arguments that are not given stay as they are written. If the control flow depends on an unset
+    variable, it is empty, as in bash.
 
     Args:
         path: The script.
@@ -134,6 +135,10 @@ def read_launch_script(
     text = read_text(path)
     inherited = build_environment(text, environment or {})
     follower = _Follower(path)
+    if "#SBATCH" in text:
+        # A script may submit itself if it is not in a job.
+        for name in ("SLURM_JOB_ID", "SLURM_JOBID"):
+            inherited.setdefault(name, follower.marks.mark("variable", name, f"${name}"))
     marked = mark_placeholders(text, lambda part: follower.marks.mark("placeholder", part, part))
     needs, trace = follower.trace(marked, inherited, parameters)
     words = follower.find_training(trace)

@@ -11,7 +11,7 @@ import shlex
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from megatron.extras.interop.translators.launch_script import (
     parse_command,
     read_launch_script,
 )
+from megatron.tokenizer.vocabulary import find_published_size
 
 _SWITCHES = frozenset(
     {
@@ -68,8 +69,7 @@ _SCHEDULER = re.compile(
     r"(SLURM_(?!JWT)|SBATCH_|PBS_|LSB_|COBALT_|FLUX_|OMPI_COMM_|PMI_)\w*"
     r"|MASTER_(ADDR|PORT)|(LOCAL_|NODE_)?RANK|WORLD_SIZE|NNODES"
 )
-"""The variables of schedulers and launchers, whose values a plan shows. Those of other variables may
-be secrets."""
+"""The variables of schedulers and launchers, whose values a plan shows. Others may be secrets."""
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.ASCII | re.DOTALL)
 _LONGEST_SHOWN = 100
 """Characters that are shown of a value or a line in a script."""
@@ -83,6 +83,8 @@ class CommandSource:
 
     `documents` has the files that the script writes before it starts training, by name. `command`
     is the training command of the script `script`. `notes` state how it was read.
+    `assumed_vocabulary` is the number of ids that the name of the script stands for, if nothing
+    else gives it.
     """
 
     arguments: tuple[str, ...]
@@ -93,6 +95,7 @@ class CommandSource:
     command: LaunchScript | None = None
     script: Path | None = None
     notes: tuple[str, ...] = ()
+    assumed_vocabulary: int | None = None
 
 
 def split_arguments(
@@ -186,15 +189,16 @@ def _describe_assumptions(found: LaunchScript, script: Path) -> Iterator[str]:
         )
     if found.loop:
         yield (
-            f"the script starts training in the loop `{_show([found.loop])}`. This plan is of its first "
-            "pass. For another one, edit the loop, or give the flags that change after the script."
+            f"the script starts training in the loop `{_show([found.loop])}`. This plan is of its "
+            "first pass. For another one, edit the loop, or give the flags that change after the "
+            "script."
         )
 
 
 def _build_source(
     command: LaunchScript, further: tuple[str, ...], script: Path | None, notes: tuple[str, ...]
 ) -> CommandSource:
-    return CommandSource(
+    source = CommandSource(
         (*_drop_flags(command.arguments, further), *further),
         command.world_size,
         tuple(_describe_unknown(command, script)),
@@ -203,6 +207,33 @@ def _build_source(
         command,
         script,
         notes,
+    )
+    return source if script is None else _assume_vocabulary(source, script)
+
+
+def _assume_vocabulary(source: CommandSource, script: Path) -> CommandSource:
+    """Return the command with the vocabulary of the tokenizer in the name of a script.
+
+    A script such as pretrain_llama2.sh may name only a file tokenizer.model, which is not here.
+    """
+    given = {_get_flag(flag): value for flag, value in pairwise(source.arguments)}
+    file = given.get("--tokenizer-model") or given.get("--tokenizer-name-or-path") or ""
+    is_named = Path(file).name in ("tokenizer.model", "tokenizer.json")
+    if "--vocab-size" in given or not is_named or Path(file).exists() or find_published_size(file):
+        return source
+    found = next(filter(None, map(find_published_size, re.split("[_-]", script.stem))), None)
+    if found is None:
+        return source
+    warning = (
+        f"the tokenizer {file} is not on this machine: assuming the published vocabulary of "
+        f"{found[0]} ({found[1]}) by the name of {script.name}; give --vocab-size N for another "
+        "size."
+    )
+    return replace(
+        source,
+        arguments=(*source.arguments, "--vocab-size", str(found[0])),
+        warnings=(*source.warnings, warning),
+        assumed_vocabulary=found[0],
     )
 
 

@@ -340,7 +340,9 @@ def _reduce_parallel(plan: Plan, grid: Grid) -> Values:
         # If the ranks of a sequence do not hold several copies, they do not in the copy.
         whole = plan.shard_size >= plan.config.parallel.context_parallel_size > 1
         values["parallel.hsdp_shard_size"] = grid.context if whole else 2
-    return values | _replace_given(plan, {"parallel.num_layers_per_virtual_pipeline_stage": 1})
+    # The first and the last stage keep a layer if the embedding and the output layer count too.
+    layers = 1 if len({len(stage.layers) for stage in plan.stages}) == 1 else 2
+    return values | _replace_given(plan, {"parallel.num_layers_per_virtual_pipeline_stage": layers})
 
 
 def _reduce_batch(plan: Plan, grid: Grid) -> Values:
@@ -503,7 +505,7 @@ def _choose_layers(plan: Plan, values: Values, world_size: int) -> Plan:
         if (len(set(plans[-1].layers_per_stage)) > 1) == uneven and not plans[-1].errors:
             return plans[-1]
     # The form that is lost is listed, because features of both plans are compared.
-    return plans[0]
+    return next((each for each in plans if not each.errors), plans[0])
 
 
 def _list_features(plan: Plan) -> list[str]:

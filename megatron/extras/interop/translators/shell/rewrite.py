@@ -81,7 +81,9 @@ LOOP_VARIABLE = "__plan_loop"
 SOURCE_COMMANDS = frozenset(["source", "."])
 OWN_FILE = re.compile(r"BASH_SOURCE(\[0\])?")
 # Parts of a word that names a file by the folder of the script.
-PART_OF_PATH = re.compile(r"\$\{?(0|BASH_SOURCE(?:\[0\])?|[A-Za-z_]\w*)\}?|([\w./+@:=%-]+)", re.ASCII)
+PART_OF_PATH = re.compile(
+    r"\$\{?(0|BASH_SOURCE(?:\[0\])?|[A-Za-z_]\w*)\}?|([\w./+@:=%-]+)", re.ASCII
+)
 
 
 @dataclass(frozen=True)
@@ -329,8 +331,6 @@ class _Rewriter:
         return f"{found[1] or ''}-n x"
 
     def _write_simple(self, node: Simple) -> str:
-        for raw in (*node.assignments, *node.words):
-            self._note_folder(raw)
         assignments = [self.rewrite_word(raw) for raw in node.assignments]
         words = [self.rewrite_word(raw) for raw in node.words]
         if not words:
@@ -462,6 +462,7 @@ class _Rewriter:
 
     def rewrite_word(self, raw: str) -> str:
         """Return a word with marks in place of its command substitutions."""
+        self._note_folder(raw)
         return self._rewrite(raw, quoted=False)
 
     def _rewrite_document(self, body: str) -> str:

@@ -83,6 +83,8 @@ __plan_exit() {
 }
 readonly -f __plan_allow __plan_command __plan_document __plan_exit
 __plan_count=0
+# A file that reads itself with `source` has no end.
+FUNCNEST=100
 __plan_allowed='^(__plan_(command|document|exit|call_[A-Za-z0-9_.:-]+)|export|declare|typeset|local'
 __plan_allowed+='|readonly|unset|shift|let|getopts|return|break|continue|test|\[|:|true|false'
 __plan_allowed+='|set --)( |$)|^\[\[ |^\(\(|^for |^case '
@@ -104,8 +106,8 @@ class Trace:
     `commands` has one pair for each command: its words, and the variables that the script has
     exported before it. The variables are text as `export -p` prints it, or empty if they are not
     needed. `documents` are the files that the script would write, by name. `exit_at` is the file
-    and the line of the `exit` that ended the script, or empty. `is_complete` is true if the shell reached the end
-    of the script. `loop` is the header of the loop that starts training, or empty.
+    and the line of the `exit` that ended the script, or empty. `is_complete` is true if the shell
+    reached the end of the script. `loop` is the header of the loop that starts training, or empty.
     """
 
     commands: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
