@@ -196,14 +196,10 @@ def find_published_size(name: str) -> tuple[int, str] | None:
     # The cache of the Hub has folders such as models--meta-llama--Llama-3.1-8B.
     last = "".join(named[-1:]).rpartition("--")[2]
     table = tomllib.loads(files(__package__).joinpath("published.toml").read_text("utf-8"))
-    return next(
-        (
-            (row["ids"], row["source"])
-            for row in table["tokenizers"]
-            if re.fullmatch(row["names"], last)
-        ),
-        None,
-    )
+    for row in table["tokenizers"]:
+        if re.fullmatch(row["names"], last):
+            return row["ids"], row["source"]
+    return None
 
 
 def count_token_ids(config: TokenizerConfig) -> int | None:

@@ -561,6 +561,12 @@ def test_a_script_that_ends_early_names_the_reason(capsys, tmp_path):
     assert "It checks a variable that is not set, as in ${NAME:?}" in capsys.readouterr().err
 
 
+def test_a_negative_rate_is_one_error(capsys):
+    assert as_json(capsys, *SMALL, "--lr", "-1e-3", code=2)["errors"] == [
+        "--lr -0.001 must be above 0, and finite."
+    ]
+
+
 def test_script_arguments_need_a_script(capsys):
     assert plan.main(["--script-args", "-z 1", *SMALL]) == 2
     assert "--script-args needs a script" in capsys.readouterr().err
