@@ -101,7 +101,7 @@ print(code.PACKAGE)
 """
 
 
-@pytest.mark.parametrize("way", ["wheel", "-e"])
+@pytest.mark.parametrize("way", [pytest.param("wheel", marks=pytest.mark.full), "-e"])
 def test_megatron_core_works_beside_the_package(
     wheel: Path, python: Path, tmp_path: Path, way: str
 ) -> None:
