@@ -37,9 +37,9 @@ sys.meta_path[:] = [
 """The module `sitecustomize` of the copy, which Python imports at its start."""
 
 IDENTITY = """\
-import megatron
+import megatron.base
 
-print(megatron.__file__)
+print(megatron.base.__file__)
 try:
     import megatron.extras
 except ModuleNotFoundError as error:
@@ -187,7 +187,7 @@ def run_python(*words: str | Path, environment: Mapping[str, str], folder: str |
 def check_identity(folder: Path, environment: Mapping[str, str]) -> None:
     """Check that Python imports the copy, and cannot import the extras."""
     printed = run_python("-c", IDENTITY, environment=environment, folder=folder).split()
-    expected = [str(folder / "megatron" / "__init__.py"), "megatron.extras"]
+    expected = [str(folder / "megatron" / "base" / "__init__.py"), "megatron.extras"]
     if printed != expected:
         raise SystemExit(f"not the core alone: Python printed {printed} instead of {expected}")
 

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,10 @@ def test_version_and_digests_cover_the_whole_package() -> None:
     root = Path(__file__).resolve().parents[1]
     assert root / "megatron" == PACKAGE
     assert {"model/loss.py", "run/loop.py", "presets/llama2-7b.yaml"} <= set(compute_file_digests())
+    packages = {f"megatron.{path.parent.name}" for path in PACKAGE.glob("*/__init__.py")}
+    settings = tomllib.loads((root / "pyproject.toml").read_text())
+    # lint-imports checks only these.
+    assert packages == set(settings["tool"]["importlinter"]["root_packages"])
     commit = read_commit(root / ".git")
     assert get_code_version().endswith("" if commit is None else f"+g{commit[:10]}")
     assert (CHECKOUT / "pretrain_gpt.py").is_file()

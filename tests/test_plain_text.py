@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-import megatron
+from megatron.base.code_version import PACKAGE
 from megatron.base.plain_text import make_plain, make_plain_lines
 from megatron.commands import plan
 from megatron.extras.operations.commands import chronicle, hub_sync
@@ -109,7 +109,7 @@ def test_tool_errors_and_names_of_columns(
 
 def test_no_other_function_prints() -> None:
     """Whatever is printed may be foreign text, so all of it passes through `print_line`."""
-    package = Path(megatron.__file__).parent
+    package = PACKAGE
     found: Counter[str] = Counter()
     for path in package.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import xxhash
 
-import megatron
 from megatron.base.outside_file import load_text
 
-PACKAGE = Path(megatron.__file__).resolve().parent
-"""The folder of the package. It does not depend on where this module is."""
+VERSION = "0.1.0"
+PACKAGE = Path(__file__).resolve().parents[1]
+"""The folder `megatron`. It has no __init__.py, so that Megatron-LM's `megatron.core` works beside
+it, and that package may be in the same folder."""
+_OTHERS = frozenset(["__pycache__", "core"])
 _SOURCES = (".py", ".yaml", ".toml", ".cpp")
 """Endings of the files of the package that are compared. Others are built on each host."""
 
@@ -22,8 +24,8 @@ def get_code_version() -> str:
     # devices, and such a fork can deadlock.
     commit = read_commit(PACKAGE.parent / ".git")
     if commit:
-        return f"{megatron.__version__}+g{commit[:10]}"
-    return megatron.__version__
+        return f"{VERSION}+g{commit[:10]}"
+    return VERSION
 
 
 def compute_file_digests(package: Path = PACKAGE) -> dict[str, str]:
@@ -34,7 +36,7 @@ def compute_file_digests(package: Path = PACKAGE) -> dict[str, str]:
     digests = {}
     prefix = len(os.path.join(package, ""))
     for folder, folders, names in os.walk(package):
-        folders[:] = sorted(name for name in folders if name != "__pycache__")
+        folders[:] = sorted(name for name in folders if name not in _OTHERS)
         for name in sorted(names):
             if name.endswith(_SOURCES):
                 path = os.path.join(folder, name)

@@ -72,12 +72,12 @@ class OperationsError(MegatronError):
 
 MOST_ERRORS = 50
 """Errors that a message lists. A file of another kind could give one for each line."""
-_LONGEST_ERROR = 4000
+LONGEST_MESSAGE = 1200
 
 
 def combine_errors(errors: Sequence[str]) -> ConfigError:
     """Return one error that lists the messages, up to a number and a length of each."""
-    shown = [_leave_out_middle(error) for error in errors[:MOST_ERRORS]]
+    shown = [leave_out_middle(error) for error in errors[:MOST_ERRORS]]
     if len(errors) == 1:
         return ConfigError(shown[0])
     if len(errors) > MOST_ERRORS:
@@ -85,11 +85,11 @@ def combine_errors(errors: Sequence[str]) -> ConfigError:
     return ConfigError("\n  - ".join([f"{len(errors)} errors in the configuration:", *shown]))
 
 
-def _leave_out_middle(text: str) -> str:
-    """Return a message without the middle of a value that is too long. The end has the rule."""
-    if len(text) <= _LONGEST_ERROR:
+def leave_out_middle(text: str) -> str:
+    """Return a message without its middle if it is too long. The end has the rule."""
+    if len(text) <= LONGEST_MESSAGE:
         return text
-    half = _LONGEST_ERROR // 2
+    half = LONGEST_MESSAGE // 2
     return f"{text[:half]} ... {text[-half:]}"
 
 

@@ -28,7 +28,7 @@ from typing import Annotated, Any
 import tyro
 
 from megatron.base import exit_codes
-from megatron.base.errors import ConfigError, MegatronError, combine_errors
+from megatron.base.errors import ConfigError, MegatronError, combine_errors, leave_out_middle
 from megatron.base.plain_text import format_count, print_line, print_to_stderr
 from megatron.commands.parts import open_indexed
 from megatron.config.config_with_origin import ConfigWithOrigin
@@ -319,12 +319,13 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
     # repetitions.
     warnings = [*warnings, *plan.warnings, *warn_about_many_epochs(uses)]
     warnings = list(dict.fromkeys(map(show, warnings)))
-    plan = replace(plan, errors=tuple(explain_errors(source, list(map(show, plan.errors)))))
+    errors = explain_errors(source, list(map(show, plan.errors)))
+    plan = replace(plan, errors=tuple(map(leave_out_middle, errors)))
     if plan.errors:
         # What is wrong is among the errors. The rest of the plan is shown with other values.
         usable = replace_wrong_values(ConfigWithOrigin(plan.config, loaded.origin))
         plan = replace(plan, config=usable.config)
-    assumed = _list_assumptions(plan, given_size)
+    assumed = _list_assumptions(plan, given_size, source)
     notes = source.notes
     if options.write_config is not None and not plan.errors:
         digest = write_config(options.write_config, plan, loaded, source, show)
@@ -356,10 +357,10 @@ def _choose_exit_code(plan: Plan, hardware: Hardware, search: _Search | None) ->
     return exit_codes.DOES_NOT_FIT
 
 
-def _list_assumptions(plan: Plan, world_size: int | None) -> list[str]:
+def _list_assumptions(plan: Plan, world_size: int | None, source: CommandSource) -> list[str]:
     """Return what the numbers of a plan rest on, and neither the command nor a file gives."""
     assumed = []
-    if plan.assumes_vocab_size:
+    if plan.assumes_vocab_size or source.assumed_vocabulary == plan.vocab_size:
         assumed.append(f"a vocabulary of {plan.vocab_size:,} (--vocab-size)")
     if world_size is None:
         count = format_count(plan.world_size, "process", "processes")

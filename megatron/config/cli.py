@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.base.errors import ConfigError, combine_errors
+from megatron.base.errors import ConfigError, combine_errors, leave_out_middle
 from megatron.config.command_line import CommandLine, Translator
 from megatron.config.config_with_origin import LoadedConfig
 from megatron.config.fields import ValueWithOrigin, all_fields, build_config, find_missing
@@ -95,6 +95,7 @@ def load_config(
         more_errors, more_warnings = _translate(translator, line, given)
         errors += more_errors
         warnings += more_warnings
+    warnings = list(map(leave_out_middle, warnings))
     _resolve_sharding_strategy(given)
     _resolve_loss_mean(line, given)
     # As in Megatron-DeepSpeed, 8-bit moments turn the embedding's norm on. `setdefault` keeps

@@ -236,8 +236,9 @@ _OTHER_NAMES = {
     "--resume-from-checkpoint": "here it is --load, with the folder of the run",
     "--batch-size": "here it is --global-batch-size, and --micro-batch-size on one device",
     "--learning-rate": "here it is --lr",
+    "--ranks-per-node": "the launcher sets them; --hsdp-shard-size sets how many share a model",
 }
-"""Flags of programs for fine-tuning -> what to do here."""
+"""Flags of other programs -> what to do here."""
 
 
 def _suggest_flag(flag: str, translator: Translator | None) -> str:

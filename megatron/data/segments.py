@@ -461,7 +461,7 @@ class History:
         if requested.seq_length != last.seq_length:
             changes.append(f"--seq-length changed from {last.seq_length} to {requested.seq_length}")
         if not requested.has_same_mixture(last):
-            changes.append("the data or their weights have changed")
+            changes.append("the data, their weights or --split have changed")
         return " and ".join(changes)
 
     def _find_segment(self, position: int) -> OpenSegment:

@@ -40,6 +40,7 @@ def partition(shape: ModelShape, parallel: ParallelConfig) -> tuple[Stage, ...]:
 
     Stage i is on pipeline rank i % pipeline size. Without virtual stages --pp-partition-method
     decides where a stage ends. With them, each has --num-layers-per-virtual-pipeline-stage layers.
+    If the method counts the embedding and the output layer, each is one of these layers.
 
     Raises:
         ConfigError: There are more ranks than layers, virtual stages do not divide the layers or
@@ -54,20 +55,22 @@ def partition(shape: ModelShape, parallel: ParallelConfig) -> tuple[Stage, ...]:
             f"--pipeline-model-parallel-size {ranks} must not exceed --num-layers {layers}: each "
             "stage needs a layer."
         )
+    ends = 0.0
+    if parallel.pp_partition_method is not None:
+        ends = _weigh_ends(shape, parallel.pp_partition_method)
     if per_virtual is None:
-        ends = 0.0
-        if parallel.pp_partition_method is not None:
-            ends = _weigh_ends(shape, parallel.pp_partition_method)
         return _make_stages(_choose_even_boundaries(layers, ranks, ends))
     if ranks == 1:
         raise ConfigError(
             f"--num-layers-per-virtual-pipeline-stage {per_virtual} interleaves the stages of a "
             "pipeline; use --pipeline-model-parallel-size 2 or more, or remove this flag"
         )
-    if layers % (ranks * per_virtual):
-        raise ConfigError(_describe_indivisible(layers, ranks, per_virtual))
+    counted = layers + round(2 * ends)
+    # The first and the last stage need a layer beside the embedding and the output layer.
+    if counted % (ranks * per_virtual) or per_virtual <= ends:
+        raise ConfigError(_describe_indivisible(layers, counted, ranks, per_virtual))
     # Virtual stages have equal sizes, so that all ranks take equally long for each.
-    return _make_stages(list(range(0, layers + 1, per_virtual)))
+    return _make_stages(_choose_even_boundaries(layers, counted // per_virtual, ends))
 
 
 def select_stages_of_rank(
@@ -172,15 +175,17 @@ def _weigh_ends(shape: ModelShape, method: str) -> float:
     )
 
 
-def _describe_indivisible(layers: int, ranks: int, per_virtual: int) -> str:
-    """Return the error message for virtual stages that do not divide the layers."""
-    fitting = [str(n) for n in range(1, layers // ranks + 1) if layers % (ranks * n) == 0]
+def _describe_indivisible(layers: int, counted: int, ranks: int, per_virtual: int) -> str:
+    """Return the error message for virtual stages that do not divide the `counted` layers."""
+    least = 1 if counted == layers else 2
+    fitting = [str(n) for n in range(least, counted // ranks + 1) if counted % (ranks * n) == 0]
+    ends = "" if counted == layers else " + 2 (--pp-partition-method counts both ends)"
     if fitting:
         fix = f"use {', '.join(fitting)}"
     else:
-        fix = f"no value fits, because {ranks} does not divide {layers}; remove this flag"
+        fix = f"no value fits, because {ranks} does not divide {counted}; remove this flag"
     return (
         f"--num-layers-per-virtual-pipeline-stage {per_virtual} x "
         f"--pipeline-model-parallel-size {ranks} = {ranks * per_virtual} must divide "
-        f"--num-layers {layers}; {fix}."
+        f"--num-layers {layers}{ends}; {fix}."
     )

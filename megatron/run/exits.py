@@ -83,6 +83,8 @@ class StopReason(IntEnum):
     """The spike guard goes back to an earlier checkpoint, and the same processes continue there."""
 
 
+_LAUNCHERS = frozenset(["TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"])
+"""Variables of torchrun and Slurm, which kill a process some time after a signal."""
 _SLOW_SECONDS = 20.0
 """Seconds of a step after which little of a launcher's 30 s is left for the save."""
 _SIGNAL_VOTE = float(1 << 8)
@@ -124,7 +126,8 @@ class Exits:
         self._start = time.monotonic()
         self._progress = ranks.progress
         self._signalled_at = 0.0
-        self._slow_steps = 0
+        self._steps = 0
+        self._warned_slow = False
         self._switch_error: str | None = None
         """Why the last search for the kill switch failed. None if it did not fail."""
         self._votes: float | None = None
@@ -186,15 +189,24 @@ class Exits:
     def warn_about_slow_step(self, iteration: int, seconds: float) -> None:
         """Warn if a launcher may end the ranks before a step and the save after it are complete.
 
-        There are at most two warnings, because the first step may have compiled the model.
+        There is one warning of each kind. The first step may have compiled the model, so that one
+        of a launch is left out.
         """
-        if seconds > _SLOW_SECONDS and self._slow_steps < 2:
-            self._slow_steps += 1
-            self._log(
-                f"warning: iteration {iteration} took {seconds:.0f} s. A run saves and ends after "
-                "the step of a signal to stop, but torchrun kills it 30 s after the signal "
-                "(--shutdown-timeout), as Slurm does (KillWait). Raise that limit"
+        self._steps += 1
+        if seconds <= _SLOW_SECONDS or self._steps == 1 or self._warned_slow:
+            return
+        advice = ""
+        if not _LAUNCHERS.isdisjoint(os.environ):
+            advice = (
+                "A run saves and ends after the step of a signal to stop, but torchrun kills it "
+                "30 s after the signal (--shutdown-timeout), as Slurm does (KillWait). Raise that "
+                "limit"
             )
+        elif os.getloadavg()[0] > 1.5 * (os.cpu_count() or 1):
+            advice = "Other programs use the cores of this machine. OMP_NUM_THREADS=1 may help"
+        self._warned_slow = bool(advice)
+        if advice:
+            self._log(f"warning: iteration {iteration} took {seconds:.0f} s. {advice}")
 
     def vote(self, before: int, after: int, waits: Sequence[bool]) -> tuple[float, float]:
         """Return this rank's votes on a step from iteration `before` to `after`.

@@ -109,9 +109,10 @@ class LRSchedule:
     def _find_range_problems(self) -> list[str]:
         """Return a message for each number that is out of its range."""
         problems = []
-        if not 0 <= self.min_lr <= self.max_lr:
+        # Another rule reports a peak that is not above 0.
+        if self.max_lr > 0 and not 0 <= self.min_lr <= self.max_lr:
             problems.append(f"--min-lr {self.min_lr} must be between 0 and --lr {self.max_lr}.")
-        if not 0 <= self.warmup_init <= self.max_lr:
+        if self.max_lr > 0 and not 0 <= self.warmup_init <= self.max_lr:
             problems.append(
                 f"--lr-warmup-init {self.warmup_init} must be between 0 and --lr {self.max_lr}."
             )

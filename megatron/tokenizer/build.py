@@ -291,8 +291,10 @@ def build_byte_level_bpe(vocab_file: str, merge_file: str) -> tokenizers.Tokeniz
         backend = tokenizers.Tokenizer(models.BPE.from_file(vocab_file, merge_file))
     # The library raises no more specific class.
     except Exception as error:
+        hint = "; --merge-file is merges.txt, not the vocabulary" * merge_file.endswith(".json")
         raise ConfigError(
             f"--vocab-file {vocab_file} and --merge-file {merge_file} are not a valid BPE: {error}"
+            f"{hint}"
         ) from error
     # GPT-2 adds no space before the first word, and the library does by default.
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

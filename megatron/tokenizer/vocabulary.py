@@ -8,6 +8,8 @@ Source: padding rule of Megatron-LM (https://arxiv.org/abs/1909.08053, section 3
 
 import math
 import re
+import tomllib
+from importlib.resources import files
 from pathlib import Path
 from typing import assert_never
 
@@ -25,22 +27,8 @@ from megatron.tokenizer.hub import fetch_tokenizer, find_tokenizer_folder, is_hu
 GPT2_VOCAB_SIZE = 50257
 """Size of GPT-2's vocabulary: 50,000 merges, 256 bytes and the end of a document."""
 
-_PUBLISHED_SIZES = {
-    r"t5-(small|base|large|3b|11b)": 32100,
-    r"gpt-?2(-(medium|large|xl))?|distilgpt2": GPT2_VOCAB_SIZE,
-    r"gpt-neox-20b|20b_tokenizer(\.json)?|pythia-[\w.-]+": 50277,
-    r"bloom(-[\w.]+)?": 250680,
-    r"(meta-)?llama-?3([._]\d)?(-[\w.-]+)?": 128256,
-    r"(meta-)?llama-?2(-[\w.-]+)?|(open_)?llama-?(1|v1|v2|7b|13b|30b|33b|65b|70b)([_-]\w+)?": 32000,
-    r"mistral-7b(-v0\.[12])?|mixtral-8x7b(-v0\.1)?": 32000,
-    r"qwen2-[\w.-]+": 151646,
-    r"qwen2\.5-[\w.-]+": 151665,
-    r"qwen3-[\w.-]+": 151669,
-}
-"""Name of a tokenizer, in lower case and without its organization -> its number of ids.
-
-Sources: the tokenizer files of these models on the Hugging Face Hub. They are for planning only.
-"""
+_WITHOUT_NAME = re.compile(r"tokenizer|original|hf|snapshots|[0-9a-f]{40}")
+"""Parts of a path that do not name a tokenizer, so the folder above may."""
 
 _NEEDED_FLAGS = {
     "PretrainedFromHF": "--tokenizer-name-or-path with the folder of a tokenizer.json",
@@ -187,26 +175,31 @@ def _assume_vocab_size(config: TokenizerConfig) -> tuple[int, str]:
     if config.tokenizer_name_or_path is None:
         raise ConfigError(describe_lack(config))
     absent = f"the tokenizer {config.tokenizer_name_or_path} is not on this machine"
-    published = _find_published_size(config.tokenizer_name_or_path)
+    published = find_published_size(config.tokenizer_name_or_path)
     if published is not None:
-        return published, (
-            f"{absent}: assuming its published vocabulary of {published}; give --vocab-size N for "
-            "another size."
+        return published[0], (
+            f"{absent}: assuming its published vocabulary of {published[0]} ({published[1]}); give "
+            "--vocab-size N for another size."
         )
     # A model with a wrong vocabulary may have a third fewer parameters.
     raise ConfigError(describe_absence(config))
 
 
-def _find_published_size(name: str) -> int | None:
-    """Return the number of ids of a published tokenizer, or None if its name is not known.
+def find_published_size(name: str) -> tuple[int, str] | None:
+    """Return the number of ids of a public tokenizer and its source, or None for another name.
 
-    The name is the last part of a path, or that of the folder of a file tokenizer.model.
+    The name is the last part of a path, or that of the folder of a file tokenizer.model. It is for
+    planning only.
     """
-    parts = [part.lower() for part in name.split("/") if part and part != "tokenizer.model"]
-    last = "".join(parts[-1:])
-    return next(
-        (size for pattern, size in _PUBLISHED_SIZES.items() if re.fullmatch(pattern, last)), None
-    )
+    parts = [part.removesuffix(".json").removesuffix(".model") for part in name.lower().split("/")]
+    named = [part for part in parts if part and not _WITHOUT_NAME.fullmatch(part)]
+    # The cache of the Hub has folders such as models--meta-llama--Llama-3.1-8B.
+    last = "".join(named[-1:]).rpartition("--")[2]
+    table = tomllib.loads(files(__package__).joinpath("published.toml").read_text("utf-8"))
+    for row in table["tokenizers"]:
+        if re.fullmatch(row["names"], last):
+            return row["ids"], row["source"]
+    return None
 
 
 def count_token_ids(config: TokenizerConfig) -> int | None:

@@ -711,6 +711,30 @@ def test_virtual_stages_are_converted_to_layers():
     assert "must divide --num-layers 16" in error
 
 
+def test_virtual_stages_that_account_for_the_embedding_and_the_loss():
+    flags = shlex.split(
+        "--num-layers 70 --pipeline-model-parallel-size 6 --num-virtual-stages-per-pipeline-rank 2"
+    )
+    embedding = "--account-for-embedding-in-pipeline-split"
+    loss = "--account-for-loss-in-pipeline-split"
+    parallel = load(*flags, embedding, loss).config.parallel
+    assert parallel.num_layers_per_virtual_pipeline_stage == 6
+    assert parallel.pp_partition_method == "type:transformer|embedding"
+    assert load(embedding, loss).config.parallel.pp_partition_method is None
+    assert f"or give {embedding} and {loss}" in error_of(*flags)
+    assert "Give both or none" in error_of(*flags, loss)
+
+
+def test_ulysses_of_deepspeed_is_context_parallelism_that_exchanges_heads():
+    parallel = load(
+        "--ds-sequence-parallel-size", "4", "--force-ds-sequence-parallel"
+    ).config.parallel
+    assert (parallel.context_parallel_size, parallel.cp_comm_type) == (4, "a2a")
+    assert (
+        load("--ds-sequence-parallel-size", "1", "--use-mpi").config.parallel.cp_comm_type != "a2a"
+    )
+
+
 # ---- Defaults of other systems ----
 
 

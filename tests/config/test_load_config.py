@@ -161,6 +161,7 @@ def test_last_of_several_flags_for_a_field_wins(flags: str, field: str, value: o
             "unknown flag --num-lay; perhaps you meant --num-layers or --num-layers-per-virtual",
         ),
         ("--epochs 3", "unknown flag --epochs; this trainer counts iterations"),
+        ("--ranks-per-node 4", "unknown flag --ranks-per-node; the launcher sets them"),
         ("--max_steps 3", "unknown flag --max_steps; here it is --train-iters."),
         ("--output-dir x", "unknown flag --output-dir; here it is --save"),
         ("--resume", "unknown flag --resume; give the same folder to --save"),

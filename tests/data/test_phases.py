@@ -356,7 +356,7 @@ def test_phases_ahead_may_change_on_a_resume(runs: Runs, corpora: tuple[str, str
     # Another seed of a phase that has started shuffles what it has not read.
     again = runs.resume(longer, first, samples=50)
     (note,) = [note for note in again.take_notes() if "changed" in note]
-    assert "the data or their weights have changed; from sample 40 on" in note
+    assert "the data, their weights or --split have changed; from sample 40 on" in note
 
 
 def test_a_phase_that_begins_at_the_checkpoint_may_be_moved(

@@ -173,7 +173,7 @@ def test_a_new_mixture_does_not_draw_consumed_samples_again(build, corpus):
     assert len(set(before + after)) == 28
     (note,) = new.take_notes()
     assert f"{a} continues at its sample 8, {b} starts at its first sample" in note
-    assert "the data or their weights have changed" in note
+    assert "the data, their weights or --split have changed" in note
 
 
 def test_a_data_set_that_was_removed_and_added_again_continues(build, corpus):

@@ -120,6 +120,16 @@ LAYOUTS = [
         batches=ODD,
     ),
     Irregular(
+        "two ranks of two stages, light ends, odd microbatches",
+        layers=6,
+        stages="1 2 2 1",
+        flags=f"{interleaved(2, layers=2)} --pp-partition-method {ENDS}",
+        ranks=2,
+        shape="llama",
+        tied=False,
+        batches=ODD,
+    ),
+    Irregular(
         "three stages, odd microbatches",
         layers=7,
         stages="2 3 2",

@@ -57,14 +57,18 @@ def test_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert "megatron/py.typed" in names
+    assert "megatron/tokenizer/published.toml" in names
+    # Megatron-LM's package megatron.core would not be found beside it.
+    assert "megatron/__init__.py" not in names
     assert "megatron/commands/pretrain.py" in names
     presets = {path.name for path in (ROOT / "megatron" / "presets").iterdir()}
     assert {Path(name).name for name in names if name.startswith("megatron/presets/")} == presets
     assert {name.split("/")[0].split("-")[0] for name in names} == {"megatron", "megatron_3d"}
 
 
-def test_wheel_trains_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
-    """An environment that has only the dependencies runs the one-device example."""
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    """Return the Python of an environment that has only the dependencies."""
     environment = tmp_path / "env"
     venv.create(environment, with_pip=False)
     packages = next(environment.glob("lib/python*/site-packages"))
@@ -73,23 +77,58 @@ def test_wheel_trains_in_an_empty_environment(wheel: Path, tmp_path: Path) -> No
     (packages / "dependencies.pth").write_text(
         f"{next(p for p in sys.path if 'site-packages' in p)}\n"
     )
-    python = environment / "bin" / "python"
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "install",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "--no-index",
-        "--force-reinstall",
-        wheel,
-        cwd=tmp_path,
-    )
-    where = run(python, "-c", "import megatron; print(megatron.__file__)", cwd=tmp_path)
-    assert Path(where.strip()).is_relative_to(packages)
+    return environment / "bin" / "python"
+
+
+def install(python: Path, *words: str | Path, **more: str) -> None:
+    options = ["--disable-pip-version-check", "--no-deps", "--no-index", "--force-reinstall"]
+    pip = (sys.executable, "-m", "pip", "--python", python, "install")
+    run(*pip, *options, *words, cwd=python.parents[2], **more)
+
+
+MEGATRON_CORE = {
+    "megatron/core/__init__.py": "from megatron.core.package_info import __version__\n",
+    "megatron/core/package_info.py": "__version__ = '0.0.1'\n",
+    "megatron_core-0.0.1.dist-info/METADATA": "Name: megatron-core\nVersion: 0.0.1\n",
+    "megatron_core-0.0.1.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n",
+}
+"""The layout of the wheel of megatron-core 0.16.1: there is no megatron/__init__.py."""
+BOTH = """
+import megatron.core, megatron.plan, megatron.base.code_version as code
+assert megatron.core.__version__ == "0.0.1"
+assert not any(name.startswith("core/") for name in code.compute_file_digests())
+print(code.PACKAGE)
+"""
+
+
+@pytest.mark.parametrize("way", [pytest.param("wheel", marks=pytest.mark.full), "-e"])
+def test_megatron_core_works_beside_the_package(
+    wheel: Path, python: Path, tmp_path: Path, way: str
+) -> None:
+    core = tmp_path / "megatron_core-0.0.1-py3-none-any.whl"
+    with zipfile.ZipFile(core, "w") as archive:
+        for name, text in MEGATRON_CORE.items():
+            archive.writestr(name, text)
+        archive.writestr("megatron_core-0.0.1.dist-info/RECORD", "")
+    source = wheel.parents[1]
+    install(python, core)
+    if way == "wheel":
+        install(python, wheel)
+    else:
+        # The helpers need not be built again.
+        install(python, "--no-build-isolation", "-e", source, CXX="false")
+    where = run(python, "-c", BOTH, cwd=tmp_path).strip()
+    assert Path(where).is_relative_to(source if way == "-e" else python.parents[1])
+    # Now megatron-core is the last one.
+    install(python, core)
+    assert run(python, "-c", BOTH, cwd=tmp_path).strip() == where
+
+
+def test_wheel_trains_in_an_empty_environment(wheel: Path, python: Path, tmp_path: Path) -> None:
+    """An environment that has only the dependencies runs the one-device example."""
+    install(python, wheel)
+    where = run(python, "-c", "import megatron.base as b; print(b.__file__)", cwd=tmp_path)
+    assert Path(where.strip()).is_relative_to(python.parents[1])
     example = tmp_path / "examples"
     run("cp", "-r", ROOT / "examples", example, cwd=tmp_path)
     printed = run(
@@ -98,7 +137,7 @@ def test_wheel_trains_in_an_empty_environment(wheel: Path, tmp_path: Path) -> No
         "--train-iters",
         "2",
         cwd=tmp_path,
-        path=f"{environment / 'bin'}:{os.environ['PATH']}",
+        path=f"{python.parent}:{os.environ['PATH']}",
         EXAMPLE_DIR=str(tmp_path / "run"),
     )
     assert "training is complete at iteration 2" in printed

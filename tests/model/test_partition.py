@@ -74,6 +74,18 @@ def test_no_layer_is_lost(data, method, vocab_size):
     assert count_layers_per_rank(stages, ranks) == counts(stages)
 
 
+def test_virtual_stages_that_count_the_embedding_and_the_output_layer():
+    """70 layers on 6 x 2 stages are those of Megatron-LM with both --account-for flags."""
+    method = "type:transformer|embedding"
+    stages = partition(shape(70), parallel(6, method, per_virtual=6))
+    assert counts(stages) == (5, *(6,) * 10, 5)
+    assert_every_layer_is_on_one_stage(stages, 70)
+    assert count_layers_per_rank(stages, 6) == (11, 12, 12, 12, 12, 11)
+    for layers, per_virtual in ((72, 6), (70, 5), (10, 1)):
+        with pytest.raises(ConfigError, match=r"\+ 2 \(--pp-partition-method counts both ends\)"):
+            partition(shape(layers), parallel(6, method, per_virtual=per_virtual))
+
+
 @given(st.integers(2, 9), st.integers(1, 5), st.integers(1, 5))
 def test_virtual_stages_are_dealt_in_turn(ranks, per_rank, per_virtual):
     layers = ranks * per_rank * per_virtual

@@ -161,6 +161,21 @@ def test_rates_and_seeds() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("parameters,tokens\n1,2\n", "it has no column loss"),
+        ("parameters,tokens,loss\n1,2,three\n", "a value is no number"),
+        ("parameters,tokens,loss\n1\n", "a value is no number"),
+    ],
+)
+def test_a_table_without_its_numbers_is_refused(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "results.csv"
+    path.write_text(text)
+    with pytest.raises(DataError, match=f"cannot be read as results: {reason}. It must be CSV"):
+        read_table(str(path))
+
+
+@pytest.mark.parametrize(
     ("change", "reason"),
     [
         (lambda rows: rows[:5], "5 runs are too few"),
@@ -392,6 +407,10 @@ def test_a_design_with_errors_is_not_written(
     assert not path.exists()
     assert ladder.main(["design", "--depth", "4", "--write", str(tmp_path / "x/y.yaml")]) == 2
     assert "its folder does not exist" in capfd.readouterr().err
+    path.write_text("of somebody")
+    assert ladder.main([*command, "--", "--vocab-size", "300"]) == 2
+    assert f"{path} exists. Give another name" in capfd.readouterr().err
+    assert path.read_text() == "of somebody"
 
 
 def test_a_given_length_and_schedule_are_kept() -> None:

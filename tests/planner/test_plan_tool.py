@@ -515,16 +515,15 @@ def script(tmp_path, monkeypatch) -> Path:
     return path
 
 
-def test_branches_of_a_script_are_followed(capsys, script, monkeypatch):
-    monkeypatch.setenv("RATE", "1e-3")
-    large = as_json(capsys, str(script))
+def test_branches_of_a_script_are_followed(capsys, script):
+    large = as_json(capsys, str(script), "RATE=1e-3")
     assert large["train_iters"] == 100
     assert large["world_size"] == 2
     warnings = "\n".join(large["warnings"])
     assert "these need execution and stay as they are written: $(mktemp -d)" in warnings
     assert "ds." not in "\n".join(large["errors"])
     assert "is read with its branches and loops" in large["notes"][0]
-    small = as_json(capsys, str(script), "small", "--train-iters", "50")
+    small = as_json(capsys, str(script), "RATE=1e-3", "small", "--train-iters", "50")
     assert small["parameters"] < large["parameters"]
     assert small["train_iters"] == 50
     assert list(script.parent.iterdir()) == [script]
@@ -535,7 +534,7 @@ def test_values_that_a_script_lacks_are_named_once_with_the_way_out(capsys, scri
     assert plan.main([str(script), "--lr", "1e-3", "--num-layers", "4"]) == 0
     output = capsys.readouterr().out
     assert output.count("variables without a value here stay as they are written") == 1
-    assert "Set them in the environment, as in RATE=... megatron-plan" in output
+    assert f"as in megatron-plan {script} --script-args 'RATE=VALUE'" in output
     assert "the script needs arguments: $1 (line 4), LAYERS ($2, line " in output
     # A script with its arguments has all of them.
     assert plan.main([str(script), "large", "8", "--lr", "1e-3"]) == 0
@@ -560,6 +559,12 @@ def test_a_script_that_ends_early_names_the_reason(capsys, tmp_path):
     script.write_text(f": ${{NOWHERE:?}}\npython pretrain_gpt.py {shlex.join(SMALL)}\n")
     assert plan.main([str(script)]) == 2
     assert "It checks a variable that is not set, as in ${NAME:?}" in capsys.readouterr().err
+
+
+def test_a_negative_rate_is_one_error(capsys):
+    assert as_json(capsys, *SMALL, "--lr", "-1e-3", code=2)["errors"] == [
+        "--lr -0.001 must be above 0, and finite."
+    ]
 
 
 def test_script_arguments_need_a_script(capsys):
@@ -622,10 +627,76 @@ def test_missing_variables_of_a_script_are_one_error(capsys, tmp_path, monkeypat
         monkeypatch.delenv(name, raising=False)
     errors = as_json(capsys, str(script), code=2)["errors"]
     assert len(errors) == 1
-    assert "the script needs variables: $RATE, $SIZE. Set them" in errors[0]
-    monkeypatch.setenv("RATE", "1e-3")
-    monkeypatch.setenv("SIZE", "small")
-    assert as_json(capsys, str(script))["errors"] == []
+    assert "the script needs variables: $RATE, $SIZE. Give them" in errors[0]
+    given = ["--script-args", "RATE=1e-3 SIZE=small"]
+    assert as_json(capsys, str(script), *given)["errors"] == []
+
+
+def test_only_variables_of_a_scheduler_are_shown_with_their_values(capsys, tmp_path, monkeypatch):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        f"python pretrain_gpt.py {shlex.join(SMALL)} --save $HF_TOKEN/x --load x/$SLURM_JOB_NAME "
+        "--tensorboard-dir tb/$SLURM_JWT --wandb-exp-name ${WANDB_KEY:-none}\n"
+    )
+    for name in ("HF_TOKEN", "SLURM_JWT", "WANDB_KEY"):
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("SLURM_JOB_NAME", "gpt")
+    target = tmp_path / "run.yaml"
+    assert plan.main([str(script), "--write-config", str(target)]) == 0
+    printed = capsys.readouterr()
+    assert "secret" not in printed.out + printed.err + target.read_text()
+    assert "$HF_TOKEN/x" in target.read_text()
+    assert "x/gpt" in target.read_text()
+
+
+def test_a_file_that_is_not_read_is_named_beside_the_missing_flags(capsys, tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text('source "$HOME/flags.sh"\npython pretrain_gpt.py $FLAGS --lr 1e-3\n')
+    errors = as_json(capsys, str(script), code=2)["errors"]
+    assert "--num-layers is required" in errors[0]
+    assert 'not read: run.sh:1: source "$HOME/flags.sh". A file is read if' in errors[-1]
+    (tmp_path / "flags.sh").write_text(f"FLAGS='{shlex.join(SMALL)}'\n")
+    planned = as_json(capsys, str(script))
+    assert planned["errors"] == []
+    assert f"files that it sources: {tmp_path}/flags.sh." in planned["notes"][1]
+
+
+def test_lists_of_any_length_give_short_messages(capsys, tmp_path):
+    """The messages had 11,545 characters for a mixture of 110 commands."""
+    script = tmp_path / "run.sh"
+    many = range(300)
+    script.write_text(
+        f"for x in {' '.join(f'size{n}' for n in many)}; do\n"
+        f"MIX=({' '.join(f'$(calc {n} ${{ROOT}}/en_web-{n}) ${{V{n}}}' for n in many)})\n"
+        f"{' '.join(f'[ -f /data/{n} ] || exit 1;' for n in many)}\n"
+        f"{' '.join(f'source /opt/{n}.sh;' for n in many)}\n"
+        f"python pretrain_gpt.py {shlex.join(SMALL)} --data-path ${{MIX[@]}} "
+        f"--timing-log-option {'x' * 5000} {' '.join(f'--wandb-{n} <path {n}>' for n in many)}\n"
+        "done\n"
+    )
+    assert plan.main([str(script)]) == 2
+    printed = capsys.readouterr()
+    lines = (printed.out + printed.err).splitlines()
+    assert max(map(len, lines)) <= 1300
+    assert plan.main([*SMALL, "--valid-data-path", *(f"/data/corpus{n}" for n in many)]) == 2
+    error = capsys.readouterr().err
+    assert len(error) <= 1300
+    assert "/data/corpus0 " in error
+    assert "use --train-weighted-split-paths" in error
+
+
+def test_the_name_of_a_script_gives_the_vocabulary_of_a_nameless_file(capsys, tmp_path):
+    script = tmp_path / "pretrain_llama2_distributed.sh"
+    flags = shlex.join(SMALL[: SMALL.index("--vocab-size")])
+    script.write_text(
+        f"python pretrain_gpt.py {flags} --tokenizer-type GPTSentencePieceTokenizer "
+        "--tokenizer-model ./tmp/tokenizer.model\n"
+    )
+    planned = as_json(capsys, str(script))
+    assert planned["assumed"][0] == "a vocabulary of 32,000 (--vocab-size)"
+    assert "published vocabulary of 32000 (meta-llama/Llama-2-7b-hf" in "".join(planned["warnings"])
+    other = script.rename(tmp_path / "pretrain_gpt_distributed.sh")
+    assert "size of the vocabulary is not known" in as_json(capsys, str(other), code=2)["errors"][0]
 
 
 def test_value_of_a_command_is_asked_for_with_its_flag(capsys, tmp_path):
@@ -667,14 +738,13 @@ def test_document_may_have_any_name(capsys, tmp_path, name):
     assert as_json(capsys, str(script))["errors"] == []
 
 
-def test_messages_name_a_document_as_the_script_does(capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("JOB", "/scratch/job")
+def test_messages_name_a_document_as_the_script_does(capsys, tmp_path):
     script = tmp_path / "run.sh"
     script.write_text(
         'cat > "$JOB/ds.json" <<E\n{"gradient_clipping": "x"}\nE\n'
         f"python pretrain_gpt.py {shlex.join(SMALL)} --deepspeed --deepspeed_config $JOB/ds.json\n"
     )
-    assert plan.main([str(script)]) == 2
+    assert plan.main([str(script), "JOB=/scratch/job"]) == 2
     errors = capsys.readouterr().err
     assert "/scratch/job/ds.json: gradient_clipping" in errors
     assert "plan-" not in errors

@@ -146,11 +146,13 @@ def test_a_file_of_plain_text_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + texts[0].encode())
     (tmp_path / "b.md.gz").write_bytes(gzip.compress(texts[1].encode()))
     (tmp_path / "c.TXT").write_text(texts[2])
+    # A file with this suffix is text if it is named, and no document of a folder.
+    (tmp_path / "c2.rst").write_text("five")
     (tmp_path / "d.text").write_text(" \n\n")
     (tmp_path / "e.txt").write_text("")
     run(job(tmp_path / "out", *sorted(tmp_path.iterdir())))
     encode = build_tokenizer(GPT2).encode
-    expected = [[*encode(text), EOD] for text in texts]
+    expected = [[*encode(text), EOD] for text in [*texts, "five"]]
     assert documents(tmp_path / "out_text_document") == expected
 
 

@@ -291,6 +291,11 @@ def test_a_damaged_vocabulary_is_refused(tmp_path: Path, content: object, messag
     assert message in str(raised.value)
 
 
+def test_a_vocabulary_that_is_given_as_the_merges_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"--merge-file is merges\.txt, not the vocabulary"):
+        build_tokenizer(TokenizerConfig(vocab_file=VOCAB, merge_file=VOCAB))
+
+
 def test_hf_with_an_unknown_end_of_document_token_is_refused(tmp_path: Path) -> None:
     folder = folder_with(tmp_path / "tok", eos="</s>")
     with pytest.raises(ConfigError, match="no end-of-document token") as raised:

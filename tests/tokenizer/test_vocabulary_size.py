@@ -11,6 +11,7 @@ from tiny_corpus import GPT2, VOCAB
 
 from megatron.base.errors import ConfigError
 from megatron.config.data import TokenizerConfig
+from megatron.config.presets import read_preset
 from megatron.plan.rules.data import check_tokenizer_files
 from megatron.tokenizer import (
     compute_padded_vocab_size,
@@ -115,6 +116,15 @@ def test_size_for_planning_of_a_folder_without_tokenizer_json(tmp_path: Path) ->
         ("meta-llama/Meta-Llama-3-70B", 128256),
         ("data/llama-7b/tokenizer.model", 32000),
         ("Qwen/Qwen2.5-7B", 151665),
+        ("google/mt5-base", 250100),
+        ("bigscience/tokenizer", 250680),
+        ("mistralai/Mistral-7B-v0.3", 32768),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", 32000),
+        ("deepseek-ai/DeepSeek-R1", 128815),
+        ("openai/gpt-oss-20b", 200019),
+        ("google/gemma-2-9b", 256000),
+        ("/m/Meta-Llama-3-8B/original/tokenizer.model", 128256),
+        (f"/hub/models--Qwen--Qwen3-8B/snapshots/{'0a' * 20}/tokenizer.json", 151669),
     ],
 )
 def test_size_for_planning_of_a_published_tokenizer(name: str, size: int) -> None:
@@ -126,7 +136,25 @@ def test_size_for_planning_of_a_published_tokenizer(name: str, size: int) -> Non
     assert f"--tokenizer-name-or-path {name} does not exist" in error.text
 
 
-@pytest.mark.parametrize("name", ["llama-of-my-own", "data/tokenizer.model"])
+def test_the_table_of_public_tokenizers_agrees_with_the_presets() -> None:
+    names = {
+        "qwen3-8b": "Qwen3-8B",
+        "olmo2-7b": "OLMo-2-1124-7B",
+        "olmoe-1b-7b": "OLMoE-1B-7B-0924",
+    }
+    names |= {
+        "llama3-8b": "Llama-3-8B",
+        "mistral-7b": "Mistral-7B-v0.1",
+        "pythia-70m": "pythia-70m",
+    }
+    for preset, name in names.items():
+        size = read_preset(preset).values["tokenizer.vocab_size"].value
+        assert find_vocab_size(hf(name))[0] == size
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-of-my-own", "data/tokenizer.model", "/runs/gpt2/own-tokenizer"]
+)
 def test_a_size_that_nobody_knows_is_not_assumed(name: str) -> None:
     with pytest.raises(ConfigError, match="so the size of the vocabulary is not known"):
         find_vocab_size(hf(name))

@@ -10,7 +10,7 @@ import pytest
 from process_pool import PerRank, ProcessPool, pretrain, succeed
 from training.runs import SIZES, Runner
 
-import megatron
+from megatron.base.code_version import PACKAGE
 from megatron.checkpoint.start import find_start
 from megatron.extras.interop.translators.translator import load_config
 from megatron.parallel.launcher import LaunchedWorld
@@ -139,7 +139,7 @@ def test_a_rank_with_a_changed_file_is_named(
 ) -> None:
     """Its checkout has the same commit."""
     copies = [tmp_path / name for name in ("zero", "one")]
-    package = Path(megatron.__file__).parent
+    package = PACKAGE
     for copy in copies:
         shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     with open(copies[1] / "model" / "loss.py", "a") as file:

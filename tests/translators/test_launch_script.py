@@ -190,6 +190,88 @@ def test_variables_come_from_the_environment(tmp_path):
     assert read(tmp_path, text).unresolved == ("EXTRA", "WORK")
 
 
+SOURCING = """
+set -euo pipefail
+SCRIPT=$(realpath "$0")
+SCRIPT_DIR="$(cd "$(dirname "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
+ROOT=$(dirname "$SCRIPT_DIR")
+if [[ -f "$ROOT/lib/common.sh" ]]; then
+  . "$ROOT/lib/common.sh" 8
+fi
+[ -f ./extra.sh ] && source ./extra.sh
+source ${EXPERIMENT_DIR}/flags.sh || exit 1
+source "$ROOT/lib/absent.sh"
+[ -f /etc/profile ] && source /etc/profile
+make_flags ${SIZES[small]}
+srun python pretrain_gpt.py "${FLAGS[@]}" $MORE --save `dirname $SCRIPT`/out --load $UNSET
+"""
+
+
+def test_files_that_a_script_sources_are_read(tmp_path):
+    folder = tmp_path / "a b" / "run"
+    lib = tmp_path / "a b" / "lib"
+    folder.mkdir(parents=True)
+    lib.mkdir()
+    (lib / "common.sh").write_text(
+        "declare -A SIZES=([small]=4)\nGPUS=$1\n"
+        "make_flags() { FLAGS=(--num-layers $1 --x $GPUS); }\n"
+        '. "$(dirname "${BASH_SOURCE[0]}")/inner.sh"\nreturn\nMORE=--never\n'
+    )
+    (lib / "inner.sh").write_text("touch ran; MORE='--lr 1'\n")
+    (folder / "extra.sh").write_text("MORE+=' --min-lr 0'\n")
+    (folder / "flags.sh").write_text('MORE+=" --seed $(date +%s)"\n')
+    script = folder / "train.sh"
+    script.write_text(SOURCING)
+    found = read_launch_script(script)
+    assert found.arguments == (
+        *(
+            "--num-layers",
+            "4",
+            "--x",
+            "8",
+            "--lr",
+            "1",
+            "--min-lr",
+            "0",
+            "--seed",
+            "$(date +%s)",
+        ),
+        *("--save", f"{folder}/out", "--load", "$UNSET"),
+    )
+    assert [Path(file).name for file in found.sourced] == [
+        *("common.sh", "extra.sh", "flags.sh", "inner.sh"),
+    ]
+    assert found.unread == (
+        'train.sh:11: source "$ROOT/lib/absent.sh"',
+        "train.sh:12: source /etc/profile",
+    )
+    assert found.commands == ("$(date +%s)",)
+    assert found.unresolved == ("UNSET",)
+    assert not list(tmp_path.rglob("ran"))
+
+
+@pytest.mark.parametrize("content", ["A='not closed", "a \ue000 b"])
+def test_a_sourced_file_that_cannot_be_read_is_named_and_not_quoted(tmp_path, content):
+    (tmp_path / "flags.sh").write_text(content)
+    text = "source flags.sh\npython pretrain_gpt.py --seed 1\n"
+    found = read(tmp_path, text)
+    assert found.unread == ("run.slurm:1: source flags.sh",)
+    assert found.arguments == ("--seed", "1")
+
+
+def test_a_file_that_sources_itself_has_an_end(tmp_path):
+    (tmp_path / "flags.sh").write_text("source flags.sh")
+    found = read(tmp_path, "source flags.sh\npython pretrain_gpt.py --seed 1\n")
+    assert found.arguments == ("--seed", "1")
+
+
+def test_a_script_that_submits_itself_is_read_as_its_job(tmp_path):
+    text = "#SBATCH --nodes=2\nif [ -z $SLURM_JOB_ID ]; then sbatch $0; exit; fi\n"
+    found = read(tmp_path, text + "srun python pretrain_gpt.py --save x/$SLURM_JOB_ID\n")
+    assert found.arguments == ("--save", "x/$SLURM_JOB_ID")
+    assert found.unresolved == ("SLURM_JOB_ID",)
+
+
 def test_what_is_not_known_is_named(tmp_path):
     text = (
         "D=$(date +%F)\nUNUSED=$(hostname)\nN=$(nproc)\nM=$((N * 2))\nif [ $D ]; then A=1; fi\n"

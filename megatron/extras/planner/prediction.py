@@ -20,6 +20,7 @@ from megatron.extras.planner.cost.layout import (
     Recompute,
     Software,
 )
+from megatron.extras.planner.cost.memory import BALANCED_ENDS, count_virtual_layers
 from megatron.extras.planner.cost.parameter_traffic import reduces_each_microbatch
 from megatron.extras.planner.cost.search import SearchSpace
 from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
@@ -128,6 +129,9 @@ def describe_layout(plan: Plan) -> RankLayout:
     method = "uniform"
     if plan.stages_per_rank == 1 and parallel.pp_partition_method is not None:
         method = parallel.pp_partition_method
+    elif len({len(stage.layers) for stage in plan.stages}) > 1:
+        # Virtual stages are uneven only if the embedding and the output layer count as layers.
+        method = BALANCED_ENDS
     return RankLayout(
         # A plan with errors may have a size of 0.
         tensor=max(1, parallel.tensor_model_parallel_size),
@@ -143,7 +147,6 @@ def describe_layout(plan: Plan) -> RankLayout:
         sequence_parallel=parallel.sequence_parallel and several,
         zero_stage=plan.zero_stage,
         shard=plan.shard_size,
-        # Virtual stages have equal sizes, whatever the method.
         partition=method,
         # With sequence parallelism, a rank has only its part of the input already.
         partition_inputs=plan.config.recompute.partition_activations
@@ -280,12 +283,9 @@ def change_layout(config: Config, layout: RankLayout) -> Config:
     `layout` must divide the layers.
     """
     parallel = config.parallel
-    per_virtual = None
-    if layout.virtual > 1:
-        per_virtual = config.model.num_layers // (layout.pipeline * layout.virtual)
+    per_virtual = count_virtual_layers(config.model.num_layers, layout)
     method: str | None = layout.partition
-    if layout.virtual > 1:
-        # Virtual stages have equal sizes, so the trainer refuses a method.
+    if layout.virtual > 1 and method == "uniform":
         method = None
     elif method == (parallel.pp_partition_method or "uniform"):
         # The default is kept as it was asked for.

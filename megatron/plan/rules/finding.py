@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from megatron.base.errors import combine_errors
+from megatron.base.errors import combine_errors, leave_out_middle
 
 C = TypeVar("C")
 """Type of a context, a frozen dataclass."""
@@ -42,12 +42,12 @@ def apply_rules(rules: Iterable[Rule[C]], context: C) -> list[Finding]:
 
 def list_errors(findings: Iterable[Finding]) -> list[str]:
     """Return the texts of the errors."""
-    return [finding.text for finding in findings if finding.level == "error"]
+    return [leave_out_middle(each.text) for each in findings if each.level == "error"]
 
 
 def list_warnings(findings: Iterable[Finding]) -> list[str]:
     """Return the texts of the warnings."""
-    return [finding.text for finding in findings if finding.level == "warning"]
+    return [leave_out_middle(each.text) for each in findings if each.level == "warning"]
 
 
 def refuse_errors(findings: Iterable[Finding]) -> None:

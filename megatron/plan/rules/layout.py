@@ -44,11 +44,11 @@ def check_sharding_strategy(settings: ConfigWithOrigin) -> Iterator[Finding]:
 
 
 def check_one_partition_method(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Check that a partition method and virtual stages are not given together."""
+    """Check that --pp-partition-method parameters is not given with virtual stages."""
     method = "parallel.pp_partition_method"
     virtual = "parallel.num_layers_per_virtual_pipeline_stage"
-    # Virtual stages divide layers uniformly, so the method "uniform" does not contradict them.
-    if settings[virtual] is not None and (settings[method] or "uniform").lower() != "uniform":
+    # Virtual stages have equal numbers of layers. The other methods only say what is a layer.
+    if settings[virtual] is not None and (settings[method] or "").lower() == "parameters":
         yield error(
             f"{settings.describe(method, virtual)} both divide the layers into stages; give one "
             "of them."

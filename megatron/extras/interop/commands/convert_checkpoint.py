@@ -40,6 +40,8 @@ from megatron.extras.interop.convert.importing import import_model
 from megatron.extras.interop.inspection.verification import ensure_undisturbed
 from megatron.extras.object_store.addresses import open_source
 
+OutputFolder = Annotated[Path, tyro.conf.arg(aliases=["--output"])]
+
 
 @dataclass(frozen=True)
 class ToHF:
@@ -47,7 +49,7 @@ class ToHF:
 
     load: str
     """Folder of the run's checkpoints, or their s3:// address."""
-    out: Path
+    out: OutputFolder
     """Folder to write. It must not exist."""
     iteration: int | None = None
     """Iteration of the checkpoint. Default: the one that `latest` names."""
@@ -74,7 +76,7 @@ class FromHF:
 
     model: Path
     """Folder with config.json, safetensors and a tokenizer."""
-    out: Path
+    out: OutputFolder
     """Folder of the new checkpoint. It must not exist."""
     seq_length: int | None = None
     """Sequence length of the training that follows. Default: that of config.json."""
@@ -88,7 +90,7 @@ class FromMegatron:
 
     load: Path
     """Folder of the checkpoints, or of one of them."""
-    out: Path
+    out: OutputFolder
     """Folder of the new checkpoint. It must not exist."""
     vocab_size: int | None = None
     """Number of token ids. Default: that of the checkpoint, or all rows of its embedding."""
@@ -115,7 +117,7 @@ class FromNeox:
 
     load: Path
     """Folder of the checkpoints, or of one of them."""
-    out: Path
+    out: OutputFolder
     """Folder of the new checkpoint. It must not exist."""
     vocab_size: int | None = None
     """Number of token ids. Default: all rows of the embedding."""
@@ -127,7 +129,7 @@ class FromTrainer:
 
     load: Path
     """File of the checkpoint, or its folder."""
-    out: Path
+    out: OutputFolder
     """Folder of the new checkpoint. It must not exist."""
     vocab_size: int | None = None
     """Number of token ids. Default: all rows of the embedding."""

@@ -371,7 +371,8 @@ def find_step_folder(folder: Path) -> Path:
     # A user who has converted a checkpoint means the converted one.
     for pointer in ("latest_universal", "latest"):
         path = folder / pointer
-        if path.is_file():
+        # A pointer that is no regular file is an error, and not an absent one.
+        if path.exists():
             name = load_text(path, POINTER_BYTES).strip()
             if Path(name).name != name or not (folder / name).is_dir():
                 raise CheckpointError(f"{path} contains {name!r}, and there is no such checkpoint")

@@ -363,7 +363,7 @@ def _find_iteration(folder: Path) -> Path:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder")
     pointer = folder / "latest_checkpointed_iteration.txt"
-    if not pointer.is_file():
+    if not pointer.exists():
         return folder
     text = load_text(pointer, POINTER_BYTES).strip()
     name = text

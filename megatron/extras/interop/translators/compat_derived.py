@@ -70,6 +70,10 @@ _PAI_VOCABULARIES = {
 
 _NO_EXPERTS = "it is a setting of experts, and there are none"
 """The reason of the rows that are harmless without experts only."""
+_ACCOUNT_FOR_ENDS = (
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+)
 _SHAPE = ("model.num_layers", "model.hidden_size", "model.num_attention_heads")
 _OTHER_DATA = (
     "data.mock_data",
@@ -314,12 +318,34 @@ def _compute_virtual_stage_layers(values: FlagValues) -> Computed:
     stages = values.get_number("--num-virtual-stages-per-pipeline-rank")
     if layers is None or not stages > 1:
         return None, ""
-    if layers % (ranks * int(stages)):
+    both = " and ".join(_ACCOUNT_FOR_ENDS)
+    ends = 2 * all(flag in values for flag in _ACCOUNT_FOR_ENDS)
+    total = ranks * int(stages)
+    if (layers + ends) % total:
+        counted = f"{layers} + 2 for {both}" if ends else layers
+        fix = f", or give {both}" if not ends and (layers + 2) % total == 0 else ""
         raise ValueError(
             f"--num-virtual-stages-per-pipeline-rank {stages:g} x pipeline size {ranks} must "
-            f"divide --num-layers {layers}; use another number of virtual stages."
+            f"divide --num-layers {counted}; use another number of virtual stages{fix}."
         )
-    return layers // (ranks * int(stages)), "layers / (pipeline size x virtual stages on each rank)"
+    number = (layers + ends) // total
+    return number, "layers / (pipeline size x virtual stages on each rank)"
+
+
+def _compute_partition_method(values: FlagValues) -> Computed:
+    """Return the method that counts the embedding and the output layer, as Megatron-LM's flags."""
+    if (values.get_field("parallel.pipeline_model_parallel_size") or 1) == 1:
+        return None, ""
+    (given, *both) = [flag for flag in _ACCOUNT_FOR_ENDS if flag in values]
+    if both:
+        return "type:transformer|embedding", " and ".join(_ACCOUNT_FOR_ENDS)
+    stages = values.get_number("--num-virtual-stages-per-pipeline-rank", 1)
+    if stages > 1 or values.get_field("parallel.num_layers_per_virtual_pipeline_stage"):
+        raise ValueError(
+            f"{given} without the other of {' and '.join(_ACCOUNT_FOR_ENDS)} is not possible with "
+            "virtual stages: the embedding and the output layer count alike. Give both or none."
+        )
+    return None, ""
 
 
 def _compute_tracker(values: FlagValues) -> Computed:
@@ -458,6 +484,10 @@ _DERIVATIONS: tuple[Derivation, ...] = (
         "--opt",
         "optimizer.ademamix_alpha",
         _set_with("--opt", "ademamix", 2.0, "the default of --adema_alpha"),
+    ),
+    *(
+        (flag, "parallel.pp_partition_method", _compute_partition_method)
+        for flag in _ACCOUNT_FOR_ENDS
     ),
     (
         "--num-virtual-stages-per-pipeline-rank",

@@ -7,6 +7,7 @@ from assignments in the script and in the environment.
 A value that is known only at run time stays as it is written, and the result names it.
 """
 
+import os
 import re
 import signal
 import threading
@@ -30,9 +31,13 @@ from megatron.extras.interop.translators.shell.needs import (
     find_needs,
     mark_placeholders,
 )
-from megatron.extras.interop.translators.shell.rewrite import SHELLS, rewrite_script
+from megatron.extras.interop.translators.shell.rewrite import (
+    SHELLS,
+    SourcedFile,
+    rewrite_script,
+)
 from megatron.extras.interop.translators.shell.sandbox import Trace, trace_script
-from megatron.extras.interop.translators.shell.syntax import parse_script
+from megatron.extras.interop.translators.shell.syntax import Block, parse_script
 
 SCRIPT_SUFFIXES = (".slurm", ".sh", ".sbatch", ".bash")
 """Endings of the names of launch scripts."""
@@ -57,6 +62,11 @@ SECONDS_BETWEEN_ENDS = 0.5
 """Time after which a reading that goes on in spite of its limit is ended again."""
 BYTES_LIMIT = 4 * 2**20
 """Size of a script. The longest published ones have some 10 kB."""
+SOURCED_LIMIT = 30
+"""Number of files that a script may read with `source`."""
+FOLDERS_UP = 2
+"""A file in this many folders above that of the script is still read. It is the same project."""
+WORKING_FOLDER = re.compile(r"(\$\(pwd\)|`pwd`)/")
 
 
 @dataclass(frozen=True)
@@ -74,9 +84,10 @@ class LaunchScript:
     `documents` has the files that the script writes itself, such as a DeepSpeed JSON, by name.
 
     `tested` has the variables without a value that the control flow depends on. `missing_arguments`
-    describes each argument that is missing, in their order. `assumed_files` are the
-    files that the script needs in order to go on. `loop` is the header of the loop whose first pass
-    starts training, or empty.
+    describes each argument that is missing, in their order. `assumed_files` are the files that the
+    script needs in order to go on. `sourced` are the files that were read with the script
+    (`source FILE`), and `unread` has the line of each other such command. `loop` is the header of
+    the loop whose first pass starts training, or empty.
     """
 
     arguments: tuple[str, ...]
@@ -90,6 +101,8 @@ class LaunchScript:
     tested: tuple[str, ...] = ()
     missing_arguments: tuple[str, ...] = ()
     assumed_files: tuple[str, ...] = ()
+    sourced: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
     loop: str = ""
 
     @property
@@ -105,9 +118,10 @@ def read_launch_script(
 ) -> LaunchScript:
     """Find the training command by following the control flow of the script at `path`.
 
-    A contained shell carries out assignments and control flow. No command runs, no file is opened
-    and nothing is redirected. Variables and arguments that are not given stay as they are written.
-    If the control flow depends on an unset variable, it is empty, as in bash.
+    A contained shell carries out assignments and control flow. No command runs, and nothing is
+    redirected. Files near the script that it reads with `source` are read with it. Variables and
+    arguments that are not given stay as they are written. If the control flow depends on an unset
+    variable, it is empty, as in bash.
 
     Args:
         path: The script.
@@ -121,12 +135,16 @@ def read_launch_script(
     text = read_text(path)
     inherited = build_environment(text, environment or {})
     follower = _Follower(path)
+    if "#SBATCH" in text:
+        # A script may submit itself if it is not in a job.
+        for name in ("SLURM_JOB_ID", "SLURM_JOBID"):
+            inherited.setdefault(name, follower.marks.mark("variable", name, f"${name}"))
     marked = mark_placeholders(text, lambda part: follower.marks.mark("placeholder", part, part))
     needs, trace = follower.trace(marked, inherited, parameters)
     words = follower.find_training(trace)
-    if not words and trace.exit_line is not None:
+    if not words and trace.exit_at:
         raise ConfigError(
-            f"{path}:{trace.exit_line}: the script ends here (exit) before it starts training. "
+            f"{trace.exit_at}: the script ends here (exit) before it starts training. "
             "Give the arguments or set the variables that it checks."
         )
     if not words and not trace.is_complete:
@@ -151,6 +169,10 @@ class _Follower:
         """The time at which all shells must have ended. It is set when the first one starts."""
         self._documents: dict[str, str] = {}
         self._assumed_files: tuple[str, ...] = ()
+        self._sourced: dict[str, SourcedFile] = {}
+        """The files that were read with the script, by their names in the shell."""
+        self._unread: dict[str, str] = {}
+        """The commands `source FILE` whose file was not read, by the file's name in the shell."""
         self._loop = ""
         self._weak: tuple[str, ...] = ()
         """The words of a command that starts a main.py, which may be that of another program."""
@@ -163,11 +185,22 @@ class _Follower:
         Returns:
             What the text needs from its user, and what it would have done.
         """
+        with _limit_reading(self._path):
+            block = parse_script(text, str(self._path))
+        needs, trace = self._trace_once(block, environment, parameters)
+        while self._read_sourced(trace):
+            needs, trace = self._trace_once(block, environment, parameters)
+        return needs, trace
+
+    def _trace_once(
+        self, block: Block, environment: Mapping[str, str], parameters: Sequence[str]
+    ) -> tuple[Needs, Trace]:
+        """Run the control flow of the commands with the files that are known so far."""
         marks = self.marks
         source = str(self._path)
+        files = list(self._sourced.values())
         with _limit_reading(self._path):
-            block = parse_script(text, source)
-            needs = find_needs(block, environment)
+            needs = find_needs((*block, *(n for file in files for n in file.block)), environment)
             unset = {
                 name: marks.mark("variable", name, f"${name}") for name in sorted(needs.passed)
             }
@@ -177,6 +210,7 @@ class _Follower:
                 lambda part: marks.mark("command", part, part),
                 unset,
                 needs.computed,
+                files,
             )
         now = time.monotonic()
         self._end = self._end or now + SECONDS_LIMIT
@@ -193,9 +227,47 @@ class _Follower:
         self._loop = self._loop or trace.loop
         return needs, trace
 
+    def _read_sourced(self, trace: Trace) -> bool:
+        """Read the files that the shell reports. Return whether there is one that can be read."""
+        found = False
+        for words, _ in trace.commands:
+            if words[0] != "source" or words[2] in self._sourced or words[2] in self._unread:
+                continue
+            name = self.marks.render(words[2])
+            path = None
+            if len(self._sourced) < SOURCED_LIMIT:
+                path = self._find_sourced(name, bool(self.marks.find_unknown(words[2])))
+            with _limit_reading(self._path):
+                block = _parse_sourced(path, self.marks) if path else None
+            if path is None or block is None:
+                self._unread[words[2]] = self.marks.render(words[1])
+            else:
+                self._sourced[words[2]] = SourcedFile(words[2], str(path), block)
+                found = True
+        return found
+
+    def _find_sourced(self, name: str, is_partly_unknown: bool) -> Path | None:
+        """Return the file that a command `source NAME` reads, if it lies near the script.
+
+        A folder that is not known may be that of the script.
+        """
+        folder = self._path.parent
+        is_partly_unknown = is_partly_unknown and not WORKING_FOLDER.match(name)
+        name = WORKING_FOLDER.sub("", name)
+        if is_partly_unknown:
+            paths = [folder / Path(name).name]
+        else:
+            paths = [folder / name, Path(name)]
+        here = Path(os.path.abspath(folder))
+        top = [here, *(up for up in here.parents[:FOLDERS_UP] if up != up.parent)][-1]
+        near = [path for path in paths if Path(os.path.abspath(path)).is_relative_to(top)]
+        return next((path for path in near if path.is_file()), None)
+
     def find_training(self, trace: Trace, depth: int = 0) -> tuple[str, ...]:
         """Return the words of the first command that starts training, or none."""
         for words, exported in trace.commands:
+            if words[0] == "source":
+                continue
             found = self._find_in_command(words, exported, depth)
             if found:
                 return found
@@ -249,6 +321,8 @@ class _Follower:
             placeholders=names("placeholder"),
             documents={marks.render(k): marks.render(v) for k, v in self._documents.items()},
             assumed_files=tuple(map(marks.render, self._assumed_files)),
+            sourced=tuple(file.path for file in self._sourced.values()),
+            unread=tuple(self._unread.values()),
             loop=marks.render(self._loop),
         )
 
@@ -308,6 +382,19 @@ def _limit_reading(path: Path) -> Iterator[None]:
         if in_main:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
+
+
+def _parse_sourced(path: Path, marks: Marks) -> Block | None:
+    """Return the commands of a file that a script reads, or None if it cannot be parsed.
+
+    A message about its syntax would quote it, and it may be any file.
+    """
+    with suppress(ConfigError):
+        text = mark_placeholders(
+            read_text(path), lambda part: marks.mark("placeholder", part, part)
+        )
+        return parse_script(text, str(path))
+    return None
 
 
 def read_text(path: Path) -> str:

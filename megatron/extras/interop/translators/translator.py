@@ -77,7 +77,7 @@ class OtherTrainers:
                 f"{listed or 'none'}."
             )
         try:
-            derived = list(derive_values(typed, system, dict(given) | filled))
+            derived = list(dict.fromkeys(derive_values(typed, system, dict(given) | filled)))
         except ValueError as error:
             return filled, [str(error)], warnings
         for dotted, value, reason in derived:

@@ -217,6 +217,8 @@ def _design(given: DesignRun, training: list[str]) -> int:
     # Before the fit, which may take a minute.
     if given.write is not None and not Path(given.write).absolute().parent.is_dir():
         raise ConfigError(f"--write {given.write}: its folder does not exist.")
+    if given.write is not None and Path(given.write).exists():
+        raise ConfigError(f"--write {given.write} exists. Give another name, or delete the file.")
     fitted = None
     flags: list[str] = []
     if given.results is not None:

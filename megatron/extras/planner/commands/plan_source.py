@@ -9,13 +9,14 @@ import os
 import re
 import shlex
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
 from pathlib import Path
 
 from megatron.base.errors import ConfigError
+from megatron.base.plain_text import format_some, make_plain
 from megatron.console.double_dash import split_at_double_dash
 from megatron.extras.interop.translators.launch_script import (
     SCRIPT_SUFFIXES,
@@ -23,6 +24,7 @@ from megatron.extras.interop.translators.launch_script import (
     parse_command,
     read_launch_script,
 )
+from megatron.tokenizer.vocabulary import find_published_size
 
 _SWITCHES = frozenset(
     {
@@ -63,6 +65,16 @@ _WITH_VALUE = frozenset(
     }
 )
 """The tool's own flags with one value."""
+_SCHEDULER = re.compile(
+    r"(SLURM_(?!JWT)|SBATCH_|PBS_|LSB_|COBALT_|FLUX_|OMPI_COMM_|PMI_)\w*"
+    r"|MASTER_(ADDR|PORT)|(LOCAL_|NODE_)?RANK|WORLD_SIZE|NNODES"
+)
+"""The variables of schedulers and launchers, whose values a plan shows. Others may be secrets."""
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.ASCII | re.DOTALL)
+_LONGEST_SHOWN = 100
+"""Characters that are shown of a value or a line in a script."""
+_MOST_SHOWN = 10
+"""Values or lines that a message shows."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +83,8 @@ class CommandSource:
 
     `documents` has the files that the script writes before it starts training, by name. `command`
     is the training command of the script `script`. `notes` state how it was read.
+    `assumed_vocabulary` is the number of ids that the name of the script stands for, if nothing
+    else gives it.
     """
 
     arguments: tuple[str, ...]
@@ -81,6 +95,7 @@ class CommandSource:
     command: LaunchScript | None = None
     script: Path | None = None
     notes: tuple[str, ...] = ()
+    assumed_vocabulary: int | None = None
 
 
 def split_arguments(
@@ -128,7 +143,8 @@ def read_source(training: list[str], *, script_args: str = "") -> CommandSource:
 
     Args:
         training: The words of the command line that belong to the training command.
-        script_args: Arguments of the script, written as in a shell.
+        script_args: Arguments of the script, written as in a shell. Assignments may come before
+            them, as in "LR=1e-4 small", and set variables that the script inherits.
 
     Raises:
         ConfigError: The file cannot be read or has no training command.
@@ -154,29 +170,35 @@ def read_source(training: list[str], *, script_args: str = "") -> CommandSource:
         parameters += shlex.split(script_args)
     except ValueError as error:
         raise ConfigError(f"--script-args {script_args}: {error}.") from None
-    found = read_launch_script(first, parameters=parameters, environment=os.environ)
+    environment = {name: v for name, v in os.environ.items() if _SCHEDULER.fullmatch(name)}
+    while parameters and (assigned := _ASSIGNMENT.fullmatch(parameters[0])):
+        environment[assigned[1]] = assigned[2]
+        del parameters[0]
+    found = read_launch_script(first, parameters=parameters, environment=environment)
     return _build_source(found, further, first, tuple(_describe_assumptions(found, first)))
 
 
 def _describe_assumptions(found: LaunchScript, script: Path) -> Iterator[str]:
     """Yield how the contained shell read a script, and what it assumed."""
     yield f"{script} is read with its branches and loops, in a shell that runs no command."
+    if found.sourced:
+        yield f"with it are read the files that it sources: {format_some(found.sourced)}."
     if found.assumed_files:
         yield (
-            f"{', '.join(found.assumed_files)}: assumed to exist, because the script ends without "
-            "it."
+            f"{_show(found.assumed_files)}: assumed to exist, because the script ends without it."
         )
     if found.loop:
         yield (
-            f"the script starts training in the loop `{found.loop}`. This plan is of its first "
-            "pass. For another one, edit the loop, or give the flags that change after the script."
+            f"the script starts training in the loop `{_show([found.loop])}`. This plan is of its "
+            "first pass. For another one, edit the loop, or give the flags that change after the "
+            "script."
         )
 
 
 def _build_source(
     command: LaunchScript, further: tuple[str, ...], script: Path | None, notes: tuple[str, ...]
 ) -> CommandSource:
-    return CommandSource(
+    source = CommandSource(
         (*_drop_flags(command.arguments, further), *further),
         command.world_size,
         tuple(_describe_unknown(command, script)),
@@ -185,6 +207,33 @@ def _build_source(
         command,
         script,
         notes,
+    )
+    return source if script is None else _assume_vocabulary(source, script)
+
+
+def _assume_vocabulary(source: CommandSource, script: Path) -> CommandSource:
+    """Return the command with the vocabulary of the tokenizer in the name of a script.
+
+    A script such as pretrain_llama2.sh may name only a file tokenizer.model, which is not here.
+    """
+    given = {_get_flag(flag): value for flag, value in pairwise(source.arguments)}
+    file = given.get("--tokenizer-model") or given.get("--tokenizer-name-or-path") or ""
+    is_named = Path(file).name in ("tokenizer.model", "tokenizer.json")
+    if "--vocab-size" in given or not is_named or Path(file).exists() or find_published_size(file):
+        return source
+    found = next(filter(None, map(find_published_size, re.split("[_-]", script.stem))), None)
+    if found is None:
+        return source
+    warning = (
+        f"the tokenizer {file} is not on this machine: assuming the published vocabulary of "
+        f"{found[0]} ({found[1]}) by the name of {script.name}; give --vocab-size N for another "
+        "size."
+    )
+    return replace(
+        source,
+        arguments=(*source.arguments, "--vocab-size", str(found[0])),
+        warnings=(*source.warnings, warning),
+        assumed_vocabulary=found[0],
     )
 
 
@@ -202,10 +251,10 @@ def explain_errors(source: CommandSource, errors: Sequence[str]) -> list[str]:
     names = [name for name in command.unresolved if _has_value(text, name)]
     if names:
         every = [*names, *(n for n in command.tested if n not in names)]
-        listed = ", ".join(f"${name}" for name in every)
         return [
-            f"the script needs variables: {listed}. Set them in the environment, as in "
-            f"{names[0]}=... megatron-plan {source.script}."
+            f"the script needs variables: {_show(f'${name}' for name in every)}. "
+            f"{_advise_variables(names[0], source.script)}",
+            *_describe_unread(command),
         ]
     unknown = [command_text for command_text in command.commands if command_text in text]
     if unknown:
@@ -215,11 +264,36 @@ def explain_errors(source: CommandSource, errors: Sequence[str]) -> list[str]:
             if any(command_text in value for command_text in unknown)
         ]
         return [
-            f"values of {', '.join(flags) or 'the script'} need commands, which do not run here: "
-            f"{', '.join(unknown)}. Give these flags again with a value: megatron-plan "
-            f"{source.script} {' '.join(f'{flag} VALUE' for flag in flags)}."
+            f"values of {_show(flags) or 'the script'} need commands, which do not run here: "
+            f"{_show(unknown)}. Give these flags again with a value: megatron-plan "
+            f"{source.script} {' '.join(f'{flag} VALUE' for flag in flags[:_MOST_SHOWN])}."
         ]
+    if re.search(r"is required|no arguments were given", text):
+        return [*errors, *_describe_unread(command)]
     return list(errors)
+
+
+def _show(items: Iterable[str]) -> str:
+    """Return some parts of a script, each on one line and not too long."""
+    return format_some((make_plain(item, _LONGEST_SHOWN) for item in items), _MOST_SHOWN)
+
+
+def _advise_variables(name: str, script: Path | None) -> str:
+    """Return how to give the variable `name` of a script."""
+    return (
+        "Give them before the script's arguments, as in megatron-plan "
+        f"{script} --script-args '{name}=VALUE'."
+    )
+
+
+def _describe_unread(command: LaunchScript) -> Iterator[str]:
+    """Yield the message about files that the script sources and that were not read, if any."""
+    if command.unread:
+        yield (
+            f"files that the script sources were not read: {_show(command.unread)}. A file is read "
+            "if it lies near the script. Give the variables that it sets with --script-args "
+            "'NAME=VALUE', or the flags after the script."
+        )
 
 
 def _explain_own_flag(error: str) -> str:
@@ -241,7 +315,7 @@ def _has_value(text: str, name: str) -> bool:
 
 def _describe_arguments(command: LaunchScript, script: Path | None) -> str:
     """Return the message about the arguments that a script lacks."""
-    listed = ", ".join(command.missing_arguments)
+    listed = format_some(command.missing_arguments, 20)
     return (
         f"the script needs arguments: {listed or '$@'}. Give all arguments of the script in order: "
         f"megatron-plan {script} --script-args 'VALUE1 VALUE2 ...'."
@@ -271,24 +345,24 @@ def _get_flag(word: str) -> str:
 def _describe_unknown(command: LaunchScript, script: Path | None) -> Iterator[str]:
     """Yield one warning for each kind of unknown value in the script, with the way to give them."""
     if command.unresolved:
-        unset = ", ".join(f"${name}" for name in command.unresolved)
-        first = command.unresolved[0]
+        unset = _show(f"${name}" for name in command.unresolved)
         yield (
-            f"variables without a value here stay as they are written: {unset}. Set them in the "
-            f"environment, as in {first}=... megatron-plan {script}."
+            f"variables without a value here stay as they are written: {unset}. "
+            f"{_advise_variables(command.unresolved[0], script)}"
         )
     if command.parameters:
         yield _describe_arguments(command, script)
     if command.commands:
         yield (
-            f"these need execution and stay as they are written: {', '.join(command.commands)}. "
+            f"these need execution and stay as they are written: {_show(command.commands)}. "
             f"Give their flags again with a value: megatron-plan {script} --flag VALUE."
         )
     if command.placeholders:
         yield (
-            f"placeholders stay as they are written: {', '.join(command.placeholders)}. Replace "
-            "them before you train."
+            f"placeholders stay as they are written: {_show(command.placeholders)}. Replace them "
+            "before you train."
         )
+    yield from _describe_unread(command)
 
 
 @contextmanager

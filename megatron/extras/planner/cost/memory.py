@@ -215,13 +215,7 @@ def build_stages(shape: ModelShape, layout: RankLayout) -> tuple[Stage, ...]:
     Raises:
         ConfigError: The layers cannot be divided so.
     """
-    # Without virtual stages the trainer decides by the method alone.
-    per_virtual = None
-    layers = shape.config.num_layers
-    if layout.virtual > 1 and layout.partition == BALANCED_ENDS:
-        return _build_balanced_stages(layers, layout.pipeline * layout.virtual)
-    if layout.virtual > 1:
-        per_virtual = shape.config.num_layers // (layout.pipeline * layout.virtual)
+    per_virtual = count_virtual_layers(shape.config.num_layers, layout)
     return partition(
         shape,
         ParallelConfig(
@@ -233,19 +227,23 @@ def build_stages(shape: ModelShape, layout: RankLayout) -> tuple[Stage, ...]:
     )
 
 
-def _build_balanced_stages(layers: int, count: int) -> tuple[Stage, ...]:
-    """Return virtual stages of equal size, where embedding and output layer count as layers."""
-    if (layers + 2) % count:
+def count_virtual_layers(layers: int, layout: RankLayout) -> int | None:
+    """Return --num-layers-per-virtual-pipeline-stage of a layout, or None without virtual stages.
+
+    Raises:
+        ConfigError: The layers cannot be divided so.
+    """
+    if layout.virtual == 1:
+        return None
+    if layout.partition == BALANCED_ENDS:
+        layers += 2
+    stages = layout.pipeline * layout.virtual
+    if layers % stages:
         raise ConfigError(
-            f"{layers} layers, the embedding and the output layer cannot be divided into {count} "
-            "equal virtual stages; choose a number that divides their sum."
+            f"{layers} layers cannot be divided into {stages} equal virtual stages; choose a "
+            "number that divides them."
         )
-    size = (layers + 2) // count
-    ends = [0, *(number * size - 1 for number in range(1, count)), layers]
-    return tuple(
-        Stage(number, range(*ends[number : number + 2]), number == 0, number == count - 1)
-        for number in range(count)
-    )
+    return layers // stages
 
 
 def build_schedule(layout: RankLayout, batch_size: int) -> PipelineSchedule:

@@ -222,7 +222,7 @@ def read_result(rung: Rung) -> LadderRow | None:
             "give the ladder another folder."
         )
     losses = []
-    if path.is_file():
+    if path.exists():
         losses = [
             float(next(iter(entry["validation"].values())))
             for entry in read_metrics(path)
@@ -258,10 +258,15 @@ def read_table(path: str) -> list[LadderRow]:
             )
             for number, row in enumerate(found)
         ]  # fmt: skip
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
+        reason = "a value is no number"
+        if isinstance(error, OSError):
+            reason = str(error)
+        elif isinstance(error, KeyError):
+            reason = f"it has no column {error.args[0]}"
         raise DataError(
-            f"{path} cannot be read as results: {error!r}. It must be CSV with the columns "
-            "parameters, tokens and loss."
+            f"{path} cannot be read as results: {reason}. It must be CSV with numbers in the "
+            "columns parameters, tokens and loss."
         ) from error
 
 

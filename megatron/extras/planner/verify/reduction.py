@@ -393,7 +393,9 @@ def _reduce_parallel(plan: Plan, grid: Grid) -> Values:
     }
     if plan.copies > 1 and plan.shard_size > 1:
         values["parallel.hsdp_shard_size"] = _choose_shards(plan, grid)[0]
-    return values | _replace_given(plan, {"parallel.num_layers_per_virtual_pipeline_stage": 1})
+    # The first and the last stage keep a layer if the embedding and the output layer count too.
+    layers = 1 if len({len(stage.layers) for stage in plan.stages}) == 1 else 2
+    return values | _replace_given(plan, {"parallel.num_layers_per_virtual_pipeline_stage": layers})
 
 
 def _reduce_batch(plan: Plan, grid: Grid) -> Values:
@@ -558,7 +560,7 @@ def _choose_layers(plan: Plan, values: Values, world_size: int) -> Plan:
         if (len(set(plans[-1].layers_per_stage)) > 1) == uneven and not plans[-1].errors:
             return plans[-1]
     # The form that is lost is listed, because features of both plans are compared.
-    return plans[0]
+    return next((each for each in plans if not each.errors), plans[0])
 
 
 def replace_values(config: Config, values: Values) -> Config:

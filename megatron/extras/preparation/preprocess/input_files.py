@@ -20,6 +20,11 @@ _COMPRESSED = (".gz", ".zst")
 _TABLES = (".parquet", ".arrow")
 _JSON = (".jsonl", ".json", ".ndjson")
 _TEXTS = (".txt", ".text", ".md")
+# These are text too if they are named. A folder's own README.rst or build.py is no document.
+_NAMED_TEXTS = (
+    *(".rst", ".tex", ".org", ".adoc", ".log", ".sh", ".sql", ".py", ".js", ".ts", ".go", ".rs"),
+    *(".c", ".h", ".cc", ".cpp", ".hpp", ".java", ".rb"),
+)
 FOLDER_SUFFIXES = tuple(
     suffix + compression
     for suffix in (".parquet", *_JSON, *_TEXTS)
@@ -47,7 +52,7 @@ def find_format(path: str) -> InputFormat:
         return InputFormat.PARQUET
     if suffix == ".arrow":
         return InputFormat.ARROW
-    if suffix in _TEXTS:
+    if suffix in _TEXTS or suffix in _NAMED_TEXTS:
         return InputFormat.TEXT
     return InputFormat.JSON
 

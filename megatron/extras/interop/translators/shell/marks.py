@@ -35,6 +35,7 @@ class Marks:
 
     def __init__(self) -> None:
         self._unknown: list[Unknown] = []
+        self._numbers: dict[Unknown, int] = {}
         self._characters = 0
 
     def _count(self, characters: int) -> None:
@@ -44,10 +45,16 @@ class Marks:
             raise LimitExceededError(f"its values have more than {CHARACTERS_LIMIT:,} characters")
 
     def mark(self, kind: str, name: str, text: str) -> str:
-        """Return the mark that stands for a part whose value is not known. See `Unknown`."""
-        self._count(len(text))
-        self._unknown.append(Unknown(kind, name, text))
-        return f"\ue000{len(self._unknown) - 1}\ue001"
+        """Return the mark that stands for a part whose value is not known. See `Unknown`.
+
+        Equal parts have one mark, so a second reading of a script has the words of the first one.
+        """
+        part = Unknown(kind, name, text)
+        if part not in self._numbers:
+            self._count(len(text))
+            self._numbers[part] = len(self._unknown)
+            self._unknown.append(part)
+        return f"\ue000{self._numbers[part]}\ue001"
 
     def find_unknown(self, text: str) -> list[Unknown]:
         """Return the parts of `text` whose values are not known."""

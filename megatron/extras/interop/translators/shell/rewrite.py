@@ -5,15 +5,19 @@ background processes and subshells are left out. A mark replaces each substituti
 
 `sandbox.py` needs this to learn which commands the script would run. The safety does not depend on
 it: the sandbox also contains a script that was not rewritten.
+
+A file that the script reads with `source` becomes a function, whose name the command calls.
 """
 
+import os
 import re
 import shlex
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron.base.errors import ConfigError
 from megatron.extras.interop.translators.shell.syntax import (
+    ASSIGNMENT,
     NAME,
     AndOr,
     Arithmetic,
@@ -36,6 +40,7 @@ from megatron.extras.interop.translators.shell.syntax import (
     find_end_of_substitution,
     has_command,
     list_blocks,
+    parse_script,
     skip_character,
 )
 
@@ -73,6 +78,24 @@ FILE_TESTS = frozenset(["-d", "-e", "-f", "-h", "-L", "-r", "-s", "-w", "-x"])
 FILE_TEST = re.compile(r"(?:(?<=\s)|^)(!\s+)?(-[defhLrswx])\s+(?=(\S+))")
 VARIABLE = re.compile(r"\$([A-Za-z_]\w*)", re.ASCII)
 LOOP_VARIABLE = "__plan_loop"
+SOURCE_COMMANDS = frozenset(["source", "."])
+OWN_FILE = re.compile(r"BASH_SOURCE(\[0\])?")
+# Parts of a word that names a file by the folder of the script.
+PART_OF_PATH = re.compile(
+    r"\$\{?(0|BASH_SOURCE(?:\[0\])?|[A-Za-z_]\w*)\}?|([\w./+@:=%-]+)", re.ASCII
+)
+
+
+@dataclass(frozen=True)
+class SourcedFile:
+    """A file that a script reads with `source`.
+
+    `word` is its name as the shell has it at the command, and `path` is the file that was read.
+    """
+
+    word: str
+    path: str
+    block: Block
 
 
 @dataclass
@@ -89,6 +112,7 @@ def rewrite_script(
     mark: Callable[[str], str],
     unset: Mapping[str, str] | None = None,
     computed: Collection[str] = (),
+    sourced: Sequence[SourcedFile] = (),
 ) -> Rewritten:
     """Return the script that has only the assignments and the control flow of `block`.
 
@@ -100,14 +124,17 @@ def rewrite_script(
         mark: Takes a substitution as it is written, and returns the mark that replaces it.
         unset: The marks of variables, which take the place of their values where these are unset.
         computed: The variables whose values are results of commands. bash cannot compute with them.
+        sourced: The files that the script reads. A report names each other one.
 
     Raises:
         ConfigError: The name of a function or the header of a loop cannot be rewritten.
     """
-    rewriter = _Rewriter(source, mark, unset or {}, computed)
-    rewriter.note_functions(block)
-    text = rewriter.write_block(block)
-    return Rewritten(text, list(dict.fromkeys(rewriter.assumed_files)))
+    rewriter = _Rewriter(source, mark, unset or {}, computed, sourced)
+    for each in (block, *(file.block for file in sourced)):
+        rewriter.note_functions(each)
+    parts = [f"__plan_file={shlex.quote(source)}", rewriter.write_block(block)]
+    parts[1:1] = [rewriter.write_sourced(number) for number in range(len(sourced))]
+    return Rewritten("\n".join(parts), list(dict.fromkeys(rewriter.assumed_files)))
 
 
 class _Rewriter:
@@ -117,9 +144,15 @@ class _Rewriter:
         mark: Callable[[str], str],
         unset: Mapping[str, str],
         computed: Collection[str],
+        sourced: Sequence[SourcedFile],
     ) -> None:
         self.assumed_files: list[str] = []
+        self._script = source
         self._source = source
+        """The file whose commands are written."""
+        self._sourced = sourced
+        self._folders: dict[str, str | None] = {}
+        """The variables with a value that follows from the script's own path. None: several."""
         self._mark = mark
         self._unset = unset
         self._computed = frozenset(computed)
@@ -144,6 +177,15 @@ class _Rewriter:
                 self.note_functions(inner)
 
     # ---- commands ----
+
+    def write_sourced(self, number: int) -> str:
+        """Return a function with the commands of a file that the script reads."""
+        file = self._sourced[number]
+        self._source = file.path
+        body = self.write_block(file.block)
+        self._source = self._script
+        own = f"local __plan_file={shlex.quote(file.path)}"
+        return f"__plan_call_:{number}() {{\n{own}\n{body}\n}}"
 
     def write_block(self, block: Block) -> str:
         """Return the commands of a block, one per line. bash refuses an empty block, so `:`."""
@@ -237,7 +279,8 @@ class _Rewriter:
                 holds = operator == "||"
                 rest = [(o, self._assume(n, holds)) for o, n in node.rest[:index]]
                 return AndOr(self._assume(node.first, holds), (*rest, *node.rest[index:]))
-        return node
+        names = _list_sourced([part for operator, part in node.rest if operator == "&&"])
+        return replace(node, first=self._assume(node.first, True, names)) if names else node
 
     def _assume_in_branches(self, node: If) -> If:
         """Return an `if` whose conditions do not lead to a branch that ends the script."""
@@ -247,32 +290,44 @@ class _Rewriter:
                 condition = tuple(self._assume(part, False) for part in condition)
             elif self._exits(node.otherwise):
                 condition = tuple(self._assume(part, True) for part in condition)
+            elif names := _list_sourced(body):
+                condition = tuple(self._assume(part, True, names) for part in condition)
             branches.append((condition, body))
         return If(tuple(branches), node.otherwise)
 
-    def _assume(self, node: Node, holds: bool) -> Node:
-        """Return a condition in which files exist, as far as that makes it `holds`."""
+    def _assume(self, node: Node, holds: bool, sourced: Collection[str] = ()) -> Node:
+        """Return a condition in which files exist, as far as that makes it `holds`.
+
+        If names are given in `sourced`, only these files exist. Their command reports them.
+        """
         if isinstance(node, Pipeline) and node.negated:
-            return Pipeline(tuple(self._assume(n, not holds) for n in node.commands), negated=True)
+            parts = tuple(self._assume(n, not holds, sourced) for n in node.commands)
+            return Pipeline(parts, negated=True)
         if isinstance(node, AndOr):
-            rest = tuple((operator, self._assume(part, holds)) for operator, part in node.rest)
-            return AndOr(self._assume(node.first, holds), rest)
+            rest = tuple((op, self._assume(part, holds, sourced)) for op, part in node.rest)
+            return AndOr(self._assume(node.first, holds, sourced), rest)
         if isinstance(node, Test):
-            return Test(FILE_TEST.sub(lambda found: self._assume_file(found, holds), node.text))
+            return Test(
+                FILE_TEST.sub(lambda found: self._assume_file(found, holds, sourced), node.text)
+            )
         if not isinstance(node, Simple) or node.words[:1] not in (("[",), ("test",)):
             return node
         words = list(node.words)
         for index in range(1, len(words) - 1):
             if words[index] in FILE_TESTS and (words[index - 1] == "!") != holds:
-                self.assumed_files.append(words[index + 1])
+                if sourced and words[index + 1].replace('"', "") not in sourced:
+                    continue
+                if not sourced:
+                    self.assumed_files.append(words[index + 1])
                 words[index : index + 2] = ["-n", f"x{words[index + 1]}"]
         return replace(node, words=tuple(words))
 
-    def _assume_file(self, found: re.Match[str], holds: bool) -> str:
+    def _assume_file(self, found: re.Match[str], holds: bool, sourced: Collection[str]) -> str:
         """Return a file test within `[[ ]]`, or a test that passes in its place."""
-        if bool(found[1]) == holds:
+        if bool(found[1]) == holds or (sourced and found[3].replace('"', "") not in sourced):
             return found[0]
-        self.assumed_files.append(found[3])
+        if not sourced:
+            self.assumed_files.append(found[3])
         return f"{found[1] or ''}-n x"
 
     def _write_simple(self, node: Simple) -> str:
@@ -286,15 +341,31 @@ class _Rewriter:
         document = self._write_document(name, words, node.redirections)
         if document:
             return document
+        if name in SOURCE_COMMANDS and len(words) > 1:
+            return self._write_source(node, words)
         if name == "exit":
-            return f"__plan_exit {node.line}"
+            return f"__plan_exit {shlex.quote(f'{self._source}:{node.line}')}"
         if name == "set" and "--" in words:
             return " ".join(words[:1]) + " " + " ".join(words[words.index("--") :])
         if name in ("set", *WITHOUT_EFFECT) or name.rpartition("/")[2] in SILENT_COMMANDS:
             return ":"
         if name in KEPT and (name != "export" or len(words) > 1):
+            # A file that is read becomes a function, where these would set a local variable.
+            if self._source != self._script and name in ("declare", "typeset"):
+                words.insert(1, "-g")
             return " ".join([*assignments, *words])
         return " ".join([*assignments, "__plan_command", *words])
+
+    def _write_source(self, node: Simple, words: list[str]) -> str:
+        """Return the command that reads the file words[1], or reports it if it is not known."""
+        line = f"{os.path.basename(self._source)}:{node.line}: {' '.join(node.words)}"
+        arguments = " ".join(words[2:]) or '"$@"'
+        items = [
+            f"{shlex.quote(file.word)}) __plan_call_:{number} {arguments} ;;"
+            for number, file in enumerate(self._sourced)
+        ]
+        report = f"*) __plan_command source {shlex.quote(line)} {words[1]} ;;"
+        return "\n".join([f"case {words[1]} in", *items, report, "esac"])
 
     def _write_document(
         self, name: str, words: list[str], redirections: tuple[Redirection, ...]
@@ -324,10 +395,74 @@ class _Rewriter:
             return ""
         return f"__plan_document {target} {body}"
 
+    # ---- the script's own path ----
+
+    def _note_folder(self, raw: str) -> None:
+        """Record the value of an assignment if it follows from the path of the script."""
+        if assignment := ASSIGNMENT.match(raw):
+            name = assignment[1]
+            value = self._find_path(raw[assignment.end() :])
+            known = self._folders.get(name, value)
+            self._folders[name] = value if value == known else None
+
+    def _find_path(self, raw: str) -> str | None:
+        """Return the value of a word that is made of the path of the script, or None."""
+        text = raw.strip()
+        if len(text) > 1 and text[0] == text[-1] == '"':
+            text = text[1:-1]
+        pieces: list[str] = []
+        position = 0
+        while position < len(text):
+            part = PART_OF_PATH.match(text, position)
+            piece: str | None = None
+            end = position
+            if text.startswith("$(", position) and not text.startswith("$((", position):
+                end = find_end_of_substitution(text, position + 2, self._source)
+                piece = self._find_printed_path(text[position + 2 : end - 1])
+            elif part:
+                end = part.end()
+                piece = part[2] or self._get_own_path(part[1])
+            if piece is None:
+                return None
+            pieces.append(piece)
+            position = end
+        return "".join(pieces)
+
+    def _get_own_path(self, name: str) -> str | None:
+        """Return the path that `$name` is, if it follows from the path of the script."""
+        if name == "0":
+            return self._script
+        if OWN_FILE.fullmatch(name):
+            return self._source
+        return self._folders.get(name)
+
+    def _find_printed_path(self, text: str) -> str | None:
+        """Return what commands such as `dirname "$0"` print about the script's path, or None."""
+        (node, *more) = parse_script(text, self._source) or (None,)
+        if isinstance(node, AndOr):
+            more = [part for _, part in node.rest]
+            node = node.first
+        commands = [each.words for each in (node, *more) if isinstance(each, Simple)]
+        if len(commands) != 1 + len(more) or not commands[0]:
+            return None
+        name, *arguments = commands[0]
+        arguments = [word for word in arguments if not word.startswith("-")]
+        path = self._find_path(arguments[0]) if len(arguments) == 1 else None
+        if path is None or "$" not in arguments[0]:
+            return None
+        if name == "cd" and [words[:1] for words in commands[1:]] == [("pwd",)]:
+            return os.path.abspath(path)
+        if name in ("realpath", "readlink") and not more:
+            return os.path.abspath(path)
+        if name == "dirname" and not more:
+            return os.path.dirname(path) or "."
+        return None
+
     # ---- words ----
 
     def rewrite_word(self, raw: str) -> str:
         """Return a word with marks in place of its command substitutions."""
+        self._note_folder(raw)
         return self._rewrite(raw, quoted=False)
 
     def _rewrite_document(self, body: str) -> str:
@@ -378,7 +513,7 @@ class _Rewriter:
         """Return the end and the new text of an expansion. If there is none, return `position`."""
         if raw[position] == "`":
             end = find_end_of_backticks(raw, position + 1)
-            return end + 1, self._mark(raw[position : end + 1])
+            return end + 1, self._write_substitution(raw[position : end + 1], quoted=quoted)
         if raw.startswith("$((", position):
             end = find_end_of_arithmetic(raw, position + 3) + 2
             if end > position:
@@ -389,17 +524,38 @@ class _Rewriter:
                 return end, text
         if raw.startswith("$(", position):
             end = find_end_of_substitution(raw, position + 2, self._source)
-            return end, self._mark(raw[position:end])
+            return end, self._write_substitution(raw[position:end], quoted=quoted)
         if raw.startswith("${", position):
             end = find_end_of_braces(raw, position + 2, self._source)
-            written = raw[position + 2 : end]
+            written = OWN_FILE.sub("__plan_file", raw[position + 2 : end])
             if written in self._unset:
                 return end + 1, f"${{{written}-{self._unset[written]}}}"
             return end + 1, f"${{{self._rewrite(written, quoted=quoted)}}}"
         variable = VARIABLE.match(raw, position)
+        if variable and variable[1] == "BASH_SOURCE":
+            return variable.end(), "${__plan_file}"
         if variable and variable[1] in self._unset:
             return variable.end(), f"${{{variable[1]}-{self._unset[variable[1]]}}}"
         return position, ""
+
+    def _write_substitution(self, raw: str, *, quoted: bool) -> str:
+        """Return the path that a substitution prints, or a mark."""
+        inner = raw[2:-1] if raw.startswith("$(") else raw[1:-1].replace("\\`", "`")
+        path = self._find_printed_path(inner)
+        if path is None:
+            return self._mark(raw)
+        if quoted:
+            return re.sub(r'([\\"$`])', r"\\\1", path)
+        return shlex.quote(path)
+
+
+def _list_sourced(block: Collection[Node]) -> frozenset[str]:
+    """Return the files, as they are written without quotes, that commands of a block read."""
+    return frozenset(
+        node.words[1].replace('"', "")
+        for node in block
+        if isinstance(node, Simple) and node.words[:1] in (("source",), (".",)) and node.words[1:]
+    )
 
 
 def _find_end_of_c_string(raw: str, position: int) -> int:

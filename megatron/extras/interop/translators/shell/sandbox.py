@@ -83,6 +83,8 @@ __plan_exit() {
 }
 readonly -f __plan_allow __plan_command __plan_document __plan_exit
 __plan_count=0
+# A file that reads itself with `source` has no end.
+FUNCNEST=100
 __plan_allowed='^(__plan_(command|document|exit|call_[A-Za-z0-9_.:-]+)|export|declare|typeset|local'
 __plan_allowed+='|readonly|unset|shift|let|getopts|return|break|continue|test|\[|:|true|false'
 __plan_allowed+='|set --)( |$)|^\[\[ |^\(\(|^for |^case '
@@ -103,14 +105,14 @@ class Trace:
 
     `commands` has one pair for each command: its words, and the variables that the script has
     exported before it. The variables are text as `export -p` prints it, or empty if they are not
-    needed. `documents` are the files that the script would write, by name. `exit_line` is the line
-    of the `exit` that ended the script, or None. `is_complete` is true if the shell reached the end
-    of the script. `loop` is the header of the loop that starts training, or empty.
+    needed. `documents` are the files that the script would write, by name. `exit_at` is the file
+    and the line of the `exit` that ended the script, or empty. `is_complete` is true if the shell
+    reached the end of the script. `loop` is the header of the loop that starts training, or empty.
     """
 
     commands: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
     documents: dict[str, str] = field(default_factory=dict)
-    exit_line: int | None = None
+    exit_at: str = ""
     is_complete: bool = False
     loop: str = ""
 
@@ -259,8 +261,8 @@ def _build_trace(records: list[list[str]]) -> Trace:
         elif kind == "loop":
             trace.loop = "".join(items)
         # The script knows the token, so it can print any record.
-        elif kind == "exit" and items and items[0].isdecimal():
-            trace.exit_line = int(items[0])
+        elif kind == "exit" and items != ["end"]:
+            trace.exit_at = "".join(items)
         elif kind == "exit":
             trace.is_complete = True
     return trace
