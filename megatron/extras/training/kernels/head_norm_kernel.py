@@ -107,6 +107,7 @@ def _forward(
     second = second.to(dtype).to(tl.float32)
     # All heads of a token turn by the same angles.
     table = s * table_s + b * table_b + pair
+    # A channel that is not there would turn by the angle 0.
     c = tl.load(cos + table, mask=pair < half, other=1.0)
     d = tl.load(sin + table, mask=pair < half, other=0.0)
     turned = (first * c - second * d).to(dtype)
@@ -357,6 +358,7 @@ def launch_backward(
         **strides,
         **blocks,
     )
+    # The parts of both weights lie beside each other, so one kernel adds them up.
     add_parts(parts, grad_weights)
 
 
