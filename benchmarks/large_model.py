@@ -70,7 +70,7 @@ FLAGS: dict[Variant, str] = {
     "deterministic": "--deterministic-mode",
     # None of the kernels that a GPU uses without a flag.
     "plain": "--no-gradient-accumulation-fusion --no-rope-fusion --no-bias-swiglu-fusion "
-    "--no-cross-entropy-loss-fusion --attention-backend auto",
+    "--no-residual-norm-fusion --no-cross-entropy-loss-fusion --attention-backend auto",
     "recompute": "--checkpoint-activations",
 }
 """Variant -> its flags besides --bf16. Compiled ones have moments in bf16, so that 8 billion

@@ -128,6 +128,7 @@ TRAINER_FLAGS = {
         "--no-gradient-accumulation-fusion",
         "--no-rope-fusion",
         "--no-bias-swiglu-fusion",
+        "--no-residual-norm-fusion",
         "--no-cross-entropy-loss-fusion",
         "--attention-backend",
         "auto",

@@ -32,7 +32,7 @@ GPT = (
 """Flags of a small GPT-2: learned positions, LayerNorm, biases, tied embeddings."""
 PLAIN = (
     "--no-gradient-accumulation-fusion --no-rope-fusion --no-bias-swiglu-fusion "
-    "--no-cross-entropy-loss-fusion --attention-backend auto "
+    "--no-residual-norm-fusion --no-cross-entropy-loss-fusion --attention-backend auto "
 )
 """Flags of a step with PyTorch's operators."""
 OUT_OF_MEMORY = 2

@@ -12,9 +12,9 @@ from cuda.test_steps import FORMULAS, OTHERS, check_waits, count_messages
 
 from megatron.extras.planner.dry_run.record import RankReport
 
-GRAPHS = [*["backward"] * 2, *["forward"] * 2, "forward"]
-"""The two halves of a layer, which all layers share, and the small function that the start compiles
-to see whether this machine can."""
+GRAPHS = ["backward", "forward", "forward"]
+"""A layer, whose graphs all layers share, and the small function that the start compiles to see
+whether this machine can."""
 
 
 def run_compiled(case: Case) -> tuple[RankReport, list[str]]:

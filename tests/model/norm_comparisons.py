@@ -149,6 +149,8 @@ def compare_head_norm(
     )
     if by_sample:
         cos, sin = (torch.cat((table, table.flip(0)), dim=1) for table in (cos, sin))
+    assert isinstance(norms[0], RMSNorm)
+    assert isinstance(norms[1], RMSNorm)
     found = normalise_projection(qkv, norms[0], norms[1], cos, sin)
     # The gradients of attention have other strides: [b, n, s, d] is contiguous.
     grads = [

@@ -166,7 +166,7 @@ def check_values_without_numbers() -> None:
     qkv[0, 0, 0, 1, 3] = float("nan")
     qkv[1, 0, 0, 2, 5] = float("inf")
     qkv.requires_grad_()
-    query, key, value = head_norm.normalise_projection(qkv, norms[0], norms[1], cos, sin)
+    query, key, value = head_norm.divide_projection(qkv, cos, sin, *norms)
     heads = qkv.split((2, 1, 1), dim=3)
     for found, norm, head in zip((query, key), norms, heads[:2], strict=True):
         expected = rotate(norm(head), cos, sin)
@@ -177,7 +177,7 @@ def check_values_without_numbers() -> None:
     lost = qkv.grad.isnan().any(-1)
     assert lost.nonzero().tolist() == [[0, 0, 0, 1], [1, 0, 0, 2]]
     empty = torch.zeros((0, 1, 1, 4, 8), dtype=torch.bfloat16, requires_grad=True)
-    for part in head_norm.normalise_projection(empty, norms[0], norms[1], cos[:0], sin[:0]):
+    for part in head_norm.divide_projection(empty, cos[:0], sin[:0], *norms):
         assert part.numel() == 0
     numbers = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-30, 3e38, -2.0, 1.7]
     for dtype in DTYPES:

@@ -479,7 +479,11 @@ class LayerTimes:
         else:
             size += operators * 18 * projected
         if config.glu_activation is None:
-            size += operators * (5 if config.activation == "gelu" else 10) * self._f
+            # A kernel squares ReLU as GELU is computed: two accesses forward and three backward.
+            once = config.activation == "gelu" or (
+                config.activation == "squared_relu" and software.fused_gate
+            )
+            size += operators * (5 if once else 10) * self._f
         elif software.fused_gate or software.compiled:
             size += fused * 8 * self._f
         else:

@@ -123,6 +123,7 @@ def count_sum_bytes(
 
 def _count_vectors(shape: ModelShape, layout: RankLayout, stage: Stage) -> int:
     """Return the elements of biases and norms of a stage with all layers."""
+    # Embeddings of positions are matrices, so what is left beside matrices are vectors.
     of_layer = flops.count_layer_parameters(shape, layout.tensor)
     of_layer -= flops.count_layer_matrix_parameters(shape, layout.tensor)
     return len(stage.layers) * of_layer + flops.count_norm_parameters(shape)

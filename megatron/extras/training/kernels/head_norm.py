@@ -45,6 +45,7 @@ def _differentiate(
     grad, grad_weights = _make_gradients(qkv, query_weight)
     programs = count_programs(qkv.shape[0] * qkv.shape[1])
     parts = qkv.new_empty((programs, *grad_weights.shape), dtype=torch.float32)
+    # The kernel needs adjacent channels. Gradients of attention have them in any other order.
     query, key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in grads)
     weights = query_weight, key_weight
     launch_backward(
@@ -100,6 +101,7 @@ class _NormaliseProjection(torch.autograd.Function):
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         query, key, statistics = _normalise(qkv, query_weight, key_weight, cos, sin, eps)
+        # The normalised heads are not kept, because the backward kernel computes them again.
         ctx.save_for_backward(qkv, query_weight, key_weight, cos, sin, statistics)
         return query, key, qkv[:, :, :, -1:]
 

@@ -23,6 +23,7 @@ def _locate(row, head, batch, slots, queries, query_s, query_b, query_g, key_s, 
     slot = (head % slots).to(tl.int64)
     s = row // batch
     b = row % batch
+    # Offsets of large tensors exceed 32 bits, so all of them have 64.
     query = s * query_s + b * query_b + group * query_g
     key = s * key_s + b * key_b + group * key_g
     return group, slot, slot < queries, slot == queries, query, key
@@ -95,14 +96,18 @@ def _forward(
         more = present & (channel < width)
         rest = tl.load(whole + channel, mask=more, other=0.0).to(tl.float32)
         squares += tl.sum(rest * rest, 1)
+    # The mean is over all channels of a head. Masked ones were read as 0.
     rstd = tl.rsqrt(squares / width + eps)[:, None]
     tl.store(statistics + row * groups * slots + head, rstd, mask=present)
     dtype = whole.dtype.element_ty
     first *= rstd * _weigh(query_weight, key_weight, pair, is_query, inside)
     second *= rstd * _weigh(query_weight, key_weight, pair + half, is_query, inside)
+    # PyTorch's norm stores its result, so it is rounded before the rotation here too.
     first = first.to(dtype).to(tl.float32)
     second = second.to(dtype).to(tl.float32)
+    # All heads of a token turn by the same angles.
     table = s * table_s + b * table_b + pair
+    # A channel that is not there would turn by the angle 0.
     c = tl.load(cos + table, mask=pair < half, other=1.0)
     d = tl.load(sin + table, mask=pair < half, other=0.0)
     turned = (first * c - second * d).to(dtype)
@@ -183,6 +188,7 @@ def _backward(
     if block_rest > 0:
         channel = 2 * half + tl.arange(0, block_rest)[None, :]
         of_rest = tl.zeros((2, block_rest), dtype=tl.float32)
+    # Neighbouring programs read neighbouring tokens at the same time.
     for turn in range(tl.cdiv(rows - program, programs)):
         row = program.to(tl.int64) + turn * programs
         s = row // batch
@@ -201,6 +207,7 @@ def _backward(
             of_key = key + to_key
             of_value = value + s * value_s + b * value_b + group * value_g
             source = whole + s * whole_s + b * whole_b + group * whole_g + slot * whole_n
+            # The gradient is contiguous, so a head has one place for all channels.
             target = grad + (row * groups * slots + head) * width
             # A key follows the queries of its group, and no statistics are kept of values.
             place = row * groups * (slots - 1) + group * (slots - 1) + slot
@@ -213,9 +220,11 @@ def _backward(
             d = tl.where(normal, sine, 0.0)
             first = (x * c + y * d).to(dtype).to(tl.float32)
             second = (y * c - x * d).to(dtype).to(tl.float32)
+            # Nothing of a value is normalised, so it is not read again.
             kept = inside & normal
             x = tl.load(source + pair, mask=kept, other=0.0).to(tl.float32) * rstd
             y = tl.load(source + pair + half, mask=kept, other=0.0).to(tl.float32) * rstd
+            # Heads of both kinds are in one block, and each adds to the weight of its norm.
             for number in tl.static_range(2):
                 own = is_query if number == 0 else is_key
                 chosen = norm == number
@@ -245,6 +254,7 @@ def _backward(
             if block_rest > 0:
                 rest = tl.where(normal, (slope - z * mean) * rstd, rest)
                 tl.store(target + channel, rest.to(dtype), mask=more)
+    # The parts of all programs are added up afterwards, always in the same order.
     parts += program.to(tl.int64) * 2 * width + norm * width
     tl.store(parts + pair, of_first, mask=pair < half)
     tl.store(parts + pair + half, of_second, mask=pair < half)
@@ -281,6 +291,7 @@ def launch_forward(
     """
     s, b, g, slots, _ = whole.shape
     sizes, blocks = _measure(whole, cos)
+    # The forward kernel has no program for values, which stay where they are.
     heads = g * (slots - 1)
     _forward[(s * b, triton.cdiv(heads, blocks["block_heads"]))](
         whole,
@@ -347,6 +358,7 @@ def launch_backward(
         **strides,
         **blocks,
     )
+    # The parts of both weights lie beside each other, so one kernel adds them up.
     add_parts(parts, grad_weights)
 
 
