@@ -495,7 +495,7 @@ def count_rounding_bytes(case: Case) -> tuple[dict[str, int], dict[Product, int]
             read = args[0] if isinstance(args[0], list) else [args[0]]
             written = out if isinstance(out, list) else [out]
             if isinstance(args[0], list):
-                written = args[1] if isinstance(args[1][0], torch.Tensor) else []
+                written = [] if isinstance(args[1][0], int) else args[1]
             of_weight = " of masters" if read[0].dtype.itemsize == 4 else ""
             moved[name + of_weight] += sum(each.nbytes for each in (*read, *written))
         elif parts and name in _MOVING and out.dim() == 2:
