@@ -497,9 +497,13 @@ def count_rounding_bytes(case: Case) -> tuple[dict[str, int], dict[Product, int]
         out = run(self, func, types, args, kwargs)
         name = func.__name__.partition(".")[0]
         if func.namespace == "megatron":
+            # Kernels for all weights get lists, and write into memory that they are given.
+            read = args[0] if isinstance(args[0], list) else [args[0]]
             written = out if isinstance(out, list) else [out]
-            of_weight = " of masters" if args[0].dtype.itemsize == 4 else ""
-            moved[name + of_weight] += args[0].nbytes + sum(each.nbytes for each in written)
+            if isinstance(args[0], list):
+                written = [] if isinstance(args[1][0], int) else args[1]
+            of_weight = " of masters" if read[0].dtype.itemsize == 4 else ""
+            moved[name + of_weight] += sum(each.nbytes for each in (*read, *written))
         elif parts and name in _MOVING and out.dim() == 2:
             # What is in place is read too.
             arguments = [each for each in args if hasattr(each, "nbytes")]

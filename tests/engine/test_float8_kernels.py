@@ -237,6 +237,7 @@ def test_kernels_compile_for_hopper_and_move_16_bytes_at_once(
     block = {"block": 4096}
     tile = {"block_rows": 128, "block_columns": 64}
     tiles = tile | {"with_values": True, "with_transposed": True}
+    tiles |= {"down": None, "across": None}
     wide_loads = {
         compile_kernel(kernels._find_largest, "bf16", block): 0,
         compile_kernel(kernels._find_largest_of_rows, "fp32", block): 0,

@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -108,23 +109,11 @@ def _find_all_largest(
     launch_all_largest(matrices, starts, wholes, largest, by_row=by_row)
 
 
-@torch.library.custom_op(
-    "megatron::round_all_tiles",
-    mutates_args=("values", "inverses", "transposed", "inverses_of_whole"),
-)
-def _round_all_tiles(
-    masters: list[Tensor],
-    largest: list[Tensor],
-    wholes: list[Tensor],
-    values: list[Tensor],
-    inverses: list[Tensor],
-    transposed: list[Tensor],
-    inverses_of_whole: list[Tensor],
-) -> None:
+@torch.library.custom_op("megatron::round_all_tiles", mutates_args=("rounded",))
+def _round_all_tiles(weights: list[Tensor], rounded: list[Tensor]) -> None:
     from megatron.extras.training.float8.rounding_kernel import launch_all_tiles
 
-    columns = masters, largest, wholes, values, inverses, transposed, inverses_of_whole
-    launch_all_tiles(list(zip(*columns, strict=True)))
+    launch_all_tiles(weights, rounded)
 
 
 def _shape_scales(x: Tensor, by_row: bool) -> tuple[int, ...]:
@@ -175,15 +164,7 @@ def _(
 
 
 @_round_all_tiles.register_fake
-def _(
-    masters: list[Tensor],
-    largest: list[Tensor],
-    wholes: list[Tensor],
-    values: list[Tensor],
-    inverses: list[Tensor],
-    transposed: list[Tensor],
-    inverses_of_whole: list[Tensor],
-) -> None:
+def _(weights: list[Tensor], rounded: list[Tensor]) -> None:
     return None
 
 
@@ -318,9 +299,7 @@ def round_weights_in_place(
     """
     if dtype == torch.bfloat16 and _has_kernels(weights[0][0]):
         outs = [(one.values, one.inverse, two.values.t(), two.inverse) for one, two in rounded]
-        _round_all_tiles(
-            *map(list, zip(*weights, strict=True)), *map(list, zip(*outs, strict=True))
-        )
+        _round_all_tiles(list(chain(*weights)), list(chain(*outs)))
         return
     for arguments, pair in zip(weights, rounded, strict=True):
         for old, new in zip(pair, round_weight(*arguments, dtype), strict=True):

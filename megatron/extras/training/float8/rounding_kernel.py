@@ -95,7 +95,7 @@ def _round_row(x, values, inverse, stride, columns, is_e4m3: tl.constexpr, block
 
 
 @triton.jit
-def _write_tile(
+def _round_tile(
     x,
     largest,
     whole,
@@ -106,20 +106,23 @@ def _write_tile(
     stride,
     rows,
     columns,
-    down,
-    across,
     by_row: tl.constexpr,
     with_values: tl.constexpr,
     with_transposed: tl.constexpr,
     is_e4m3: tl.constexpr,
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
+    down=None,
+    across=None,
 ):
-    """Round the tile number `down`, `across`, and write it in both orders or in one.
+    """Round a tile, and write it in both orders or in one. None: the tile of this program.
 
     The values in the order of rows have the scales of `largest`, one for each row or only one. The
     transposed ones have that of `whole`.
     """
+    if down is None:
+        down = tl.program_id(0)
+        across = tl.program_id(1)
     row = down.to(tl.int64) * block_rows + tl.arange(0, block_rows)
     column = across.to(tl.int64) * block_columns + tl.arange(0, block_columns)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -144,48 +147,6 @@ def _write_tile(
         elif down + across == 0:
             tl.store(inverse, inverted)
         tl.store(values + row[:, None] * columns + column[None, :], rounded, mask=inside)
-
-
-@triton.jit
-def _round_tile(
-    x,
-    largest,
-    whole,
-    values,
-    inverse,
-    transposed,
-    inverse_of_whole,
-    stride,
-    rows,
-    columns,
-    by_row: tl.constexpr,
-    with_values: tl.constexpr,
-    with_transposed: tl.constexpr,
-    is_e4m3: tl.constexpr,
-    block_rows: tl.constexpr,
-    block_columns: tl.constexpr,
-):
-    """Round a tile of a matrix. See `_write_tile`."""
-    _write_tile(
-        x,
-        largest,
-        whole,
-        values,
-        inverse,
-        transposed,
-        inverse_of_whole,
-        stride,
-        rows,
-        columns,
-        tl.program_id(0),
-        tl.program_id(1),
-        by_row,
-        with_values,
-        with_transposed,
-        is_e4m3,
-        block_rows,
-        block_columns,
-    )
 
 
 @triton.jit
@@ -223,7 +184,7 @@ def _round_tile_of_some(
     # The tiles of a weight are numbered by rows.
     tile = tl.program_id(0) - tl.load(entry + 9)
     tiles = tl.cdiv(columns, block_columns)
-    _write_tile(
+    _round_tile(
         _read_pointer(entry, 0, tl.float32, aligned),
         _read_pointer(entry, 1, tl.float32, False),
         _read_pointer(entry, 2, tl.float32, False),
@@ -234,14 +195,14 @@ def _round_tile_of_some(
         columns,
         rows,
         columns,
-        tile // tiles,
-        tile % tiles,
         by_row,
         True,
         True,
         True,
         block_rows,
         block_columns,
+        tile // tiles,
+        tile % tiles,
     )
 
 
@@ -415,20 +376,26 @@ def launch_all_largest(
     )
 
 
-def launch_all_tiles(weights: Sequence[Sequence[Tensor]]) -> None:
+def launch_all_tiles(weights: Sequence[Tensor], rounded: Sequence[Tensor]) -> None:
     """Round many weights to e4m3 in both orders, in one kernel.
 
     Args:
-        weights: For each weight: its master [m, k], contiguous in fp32; the largest values, a
-            scalar or [m, 1], and that of all rows, in fp32; values [m, k] in float8 and their
-            inverse scales; values [k, m] in float8 and their inverse scale.
+        weights: For each weight, its master [m, k], contiguous in fp32, the largest values, a
+            scalar or [m, 1], and that of all rows, in fp32.
+        rounded: For each weight, values [m, k] in float8 and their inverse scales, values [k, m] in
+            float8 and their inverse scale.
     """
-    entries = tuple((*(each.data_ptr() for each in it), *it[0].shape) for it in weights)
-    programs = tuple(
-        triton.cdiv(it[0].shape[0], _ROWS) * triton.cdiv(it[0].shape[1], _COLUMNS) for it in weights
+    masters = weights[::3]
+    before, after = ([each.data_ptr() for each in some] for some in (weights, rounded))
+    entries = tuple(
+        (*before[3 * number : 3 * number + 3], *after[4 * number : 4 * number + 4], *master.shape)
+        for number, master in enumerate(masters)
     )
-    table, owners = _build_table(entries, programs, weights[0][0].device)
-    by_row = weights[0][1].dim() > 0
+    programs = tuple(
+        triton.cdiv(it.shape[0], _ROWS) * triton.cdiv(it.shape[1], _COLUMNS) for it in masters
+    )
+    table, owners = _build_table(entries, programs, masters[0].device)
+    by_row = weights[1].dim() > 0
     # Scales are read and written one by one, so only matrices have to be aligned.
     aligned = _are_aligned(entry[field] for entry in entries for field in (0, 3, 5, 7, 8))
     _round_tile_of_some[(len(owners),)](
