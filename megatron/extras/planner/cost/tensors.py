@@ -453,7 +453,7 @@ class _Tensors:
         backward pass of the layer. A fused product tells torch what it keeps after it has run.
         """
         normed = {"input": False, "output": True}[self._config.norm_placement]
-        if "matmul" not in self._kept_operators or self._fused or self._mask or normed:
+        if "matmul" not in self._kept_operators or self._fused or self._dropped or normed:
             return 0.0
         return self.whole
 
