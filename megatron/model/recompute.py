@@ -113,8 +113,10 @@ class Recomputation:
             return saved_tensors_hooks(self._keep, self._give_back)
         return nullcontext()
 
-    def _keep(self, x: Tensor) -> _KeptInput:
-        """Return what is kept of the input."""
+    def _keep(self, x: Tensor) -> _KeptInput | Tensor:
+        """Return what is kept of the input. The key of dropout is kept as it is."""
+        if not x.is_floating_point():
+            return x
         part = x.detach().reshape(-1)
         if self._partition:
             # The clone is needed. A view would keep the complete tensor allocated.
@@ -125,8 +127,10 @@ class Recomputation:
             part = host.copy_(part, non_blocking=True)
         return _KeptInput(part, x.shape, x.device)
 
-    def _give_back(self, kept: _KeptInput) -> Tensor:
+    def _give_back(self, kept: _KeptInput | Tensor) -> Tensor:
         """Return the complete input on its device. All tensor-parallel ranks call it together."""
+        if isinstance(kept, Tensor):
+            return kept
         part = kept.part.to(kept.device, non_blocking=True)
         if self._partition:
             part = all_gather(part, self._tp)

@@ -377,10 +377,10 @@ class _Tensors:
         square = rows * self._config.seq_length
         if self._in_blocks:
             # Keys and values are copied for each query head. Of several blocks, nothing is kept,
-            # and one block keeps its probabilities, and what dropout leaves of them.
+            # and one block keeps queries, probabilities, and what dropout leaves of these.
             grouped = self._shape.query_groups < self._config.num_attention_heads
             one = 4 * square <= LOGIT_CHUNK_BYTES
-            return 2 * self._q * grouped + one * (4 + self.value) * square
+            return 2 * self._q * grouped + one * ((4 + self.value) * square + self._q)
         probabilities = 4 * square
         # Scaled queries, and scaled keys and values of which each query head has a copy.
         return probabilities + 3 * self._q * 4 / self.value
@@ -453,7 +453,7 @@ class _Tensors:
         backward pass of the layer. A fused product tells torch what it keeps after it has run.
         """
         normed = {"input": False, "output": True}[self._config.norm_placement]
-        if "matmul" not in self._kept_operators or self._fused or self._mask or normed:
+        if "matmul" not in self._kept_operators or self._fused or self._dropped or normed:
             return 0.0
         return self.whole
 
@@ -606,7 +606,7 @@ class _Tensors:
             # Gradients of the probabilities and of the logits.
             both = 2 * 4 * self._heads * self._tokens * self._config.seq_length
             if self._in_blocks:
-                both = min(both, 4 * LOGIT_CHUNK_BYTES)
+                both = min(both, 3 * LOGIT_CHUNK_BYTES)
             yield both, both
         if self._context > 1:
             # Gradients of what was received, before they are sent.
