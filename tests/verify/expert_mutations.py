@@ -85,12 +85,14 @@ def keep_own_gradients_of_experts() -> None:
     from megatron.engine import sharding
 
     class KeepOwn(sharding._TimedReduceScatter):
-        def __call__(self, **given: Any) -> None:
+        def __call__(self, **given: Any) -> None:  # type: ignore[override]
             parts = given["input_tensor"].chunk(given["group"].size())
             given["output_tensor"].copy_(parts[given["group"].rank()])
 
     change_sharding_of_experts(
-        lambda module: module.set_custom_reduce_scatter(KeepOwn(None, torch.float32))
+        lambda module: module.set_custom_reduce_scatter(
+            KeepOwn(contextlib.nullcontext, torch.float32)
+        )
     )
 
 
@@ -98,7 +100,7 @@ def add_up_shards_of_experts() -> None:
     from megatron.engine import sharding
 
     class AddUp(sharding._TimedReduceScatter):
-        def __call__(self, **given: Any) -> Any:
+        def __call__(self, **given: Any) -> Any:  # type: ignore[override]
             given["input_tensor"].mul_(given["group"].size())
             return super().__call__(**given)
 
