@@ -196,8 +196,7 @@ def find_published_size(name: str) -> tuple[int, str] | None:
     named = [part for part in parts if part and not _WITHOUT_NAME.fullmatch(part)]
     # The cache of the Hub has folders such as models--meta-llama--Llama-3.1-8B.
     last = "".join(named[-1:]).rpartition("--")[2]
-    table = tomllib.loads(load_text(PACKAGE / "tokenizer" / "published.toml"))
-    for row in table["tokenizers"]:
+    for row in tomllib.loads(load_text(PACKAGE / "tokenizer/published.toml"))["tokenizers"]:
         if re.fullmatch(row["names"], last):
             return row["ids"], row["source"]
     return None
