@@ -94,8 +94,7 @@ def load_config(
     if translator is not None:
         more_errors, more_warnings = _translate(translator, line, given)
         errors += more_errors
-        warnings += more_warnings
-    warnings = list(map(leave_out_middle, warnings))
+        warnings = list(map(leave_out_middle, [*warnings, *more_warnings]))
     _resolve_sharding_strategy(given)
     _resolve_loss_mean(line, given)
     # As in Megatron-DeepSpeed, 8-bit moments turn the embedding's norm on. `setdefault` keeps

@@ -177,9 +177,9 @@ def _weigh_ends(shape: ModelShape, method: str) -> float:
 
 def _describe_indivisible(layers: int, counted: int, ranks: int, per_virtual: int) -> str:
     """Return the error message for virtual stages that do not divide the `counted` layers."""
-    least = 1 if counted == layers else 2
-    fitting = [str(n) for n in range(least, counted // ranks + 1) if counted % (ranks * n) == 0]
-    ends = "" if counted == layers else " + 2 (--pp-partition-method counts both ends)"
+    ends = " + 2 (--pp-partition-method counts both ends)" * (counted != layers)
+    sizes = range(2 if ends else 1, counted // ranks + 1)
+    fitting = [str(size) for size in sizes if counted % (ranks * size) == 0]
     if fitting:
         fix = f"use {', '.join(fitting)}"
     else:

@@ -195,7 +195,6 @@ class Exits:
         self._steps += 1
         if seconds <= _SLOW_SECONDS or self._steps == 1 or self._warned_slow:
             return
-        advice = ""
         if not _LAUNCHERS.isdisjoint(os.environ):
             advice = (
                 "A run saves and ends after the step of a signal to stop, but torchrun kills it "
@@ -204,9 +203,10 @@ class Exits:
             )
         elif os.getloadavg()[0] > 1.5 * (os.cpu_count() or 1):
             advice = "Other programs use the cores of this machine. OMP_NUM_THREADS=1 may help"
-        self._warned_slow = bool(advice)
-        if advice:
-            self._log(f"warning: iteration {iteration} took {seconds:.0f} s. {advice}")
+        else:
+            return
+        self._warned_slow = True
+        self._log(f"warning: iteration {iteration} took {seconds:.0f} s. {advice}")
 
     def vote(self, before: int, after: int, waits: Sequence[bool]) -> tuple[float, float]:
         """Return this rank's votes on a step from iteration `before` to `after`.

@@ -9,11 +9,12 @@ Source: padding rule of Megatron-LM (https://arxiv.org/abs/1909.08053, section 3
 import math
 import re
 import tomllib
-from importlib.resources import files
 from pathlib import Path
 from typing import assert_never
 
+from megatron.base.code_version import PACKAGE
 from megatron.base.errors import ConfigError
+from megatron.base.outside_file import load_text
 from megatron.config.data import TokenizerConfig
 from megatron.tokenizer.build import (
     build_tokenizer,
@@ -191,12 +192,11 @@ def find_published_size(name: str) -> tuple[int, str] | None:
     The name is the last part of a path, or that of the folder of a file tokenizer.model. It is for
     planning only.
     """
-    parts = [part.removesuffix(".json").removesuffix(".model") for part in name.lower().split("/")]
+    parts = re.sub(r"\.(json|model)(?=/|$)", "", name.lower()).split("/")
     named = [part for part in parts if part and not _WITHOUT_NAME.fullmatch(part)]
     # The cache of the Hub has folders such as models--meta-llama--Llama-3.1-8B.
     last = "".join(named[-1:]).rpartition("--")[2]
-    table = tomllib.loads(files(__package__).joinpath("published.toml").read_text("utf-8"))
-    for row in table["tokenizers"]:
+    for row in tomllib.loads(load_text(PACKAGE / "tokenizer/published.toml"))["tokenizers"]:
         if re.fullmatch(row["names"], last):
             return row["ids"], row["source"]
     return None

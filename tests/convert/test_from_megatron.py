@@ -362,6 +362,10 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
         ),
         "system, which is not allowed",
     ),
+    "a pointer that is a FIFO": (
+        lambda folder: ((folder / "latest").unlink(), os.mkfifo(folder / "latest")),
+        "latest: it is not a regular file",
+    ),
     "a pointer to nowhere": (
         lambda folder: (folder / "latest").write_text("../other"),
         "there is no such checkpoint",
