@@ -109,7 +109,7 @@ def count_calls(name: "Contestant", shape: Shape, steps: int) -> HostCounts:
     ]
     compile_model = torch.compile
     # Inductor needs minutes on a CPU, and its kernels are not the subject.
-    torch.compile = partial(compile_model, backend="aot_eager")  # type: ignore[assignment]
+    torch.compile = partial(compile_model, backend="aot_eager")
     arguments = step_time.Arguments(size="smallest", microbatches=_MICROBATCHES)
     flags = step_time.command_line(arguments, shape, "bf16").split()
     try:

@@ -286,6 +286,11 @@ def set_args(**values: Any) -> Callable[[Any], None]:
     return lambda content: vars(content["args"]).update(values)
 
 
+def replace_pointer_by_fifo(folder: Path) -> None:
+    (folder / "latest").unlink()
+    os.mkfifo(folder / "latest")
+
+
 class Code:
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, ("true",)
@@ -363,7 +368,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
         "system, which is not allowed",
     ),
     "a pointer that is a FIFO": (
-        lambda folder: ((folder / "latest").unlink(), os.mkfifo(folder / "latest")),
+        replace_pointer_by_fifo,
         "latest: it is not a regular file",
     ),
     "a pointer to nowhere": (

@@ -236,7 +236,7 @@ def test_kernels_compile_for_hopper_and_move_16_bytes_at_once(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     block = {"block": 4096}
     tile = {"block_rows": 128, "block_columns": 64}
-    tiles = tile | {"with_values": True, "with_transposed": True}
+    tiles: dict[str, Any] = tile | {"with_values": True, "with_transposed": True}
     tiles |= {"down": None, "across": None}
     wide_loads = {
         compile_kernel(kernels._find_largest, "bf16", block): 0,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megatron.data.batches import Microbatch
 from megatron.engine import runner
 from megatron.engine.native import NativeEngine
+from megatron.engine.runner import SingleStageRunner
 from megatron.engine.vector_sums import VectorSums
 from megatron.extras.interop.translators.translator import load_config
 from megatron.parallel.grid import Grid
@@ -76,6 +77,7 @@ def test_a_run_in_fp32_leaves_its_gradients_to_autograd() -> None:
     plan = resolve(load_config(shlex.split(COMMON)).config, 1)
     engine = NativeEngine(plan, build_mesh(Grid(1, 1, 1), torch.device("cpu")))
     assert isinstance(engine.runner, runner.SingleStageRunner)
+    assert isinstance(engine.runner, SingleStageRunner)
     assert engine.runner._vectors is None
 
 

@@ -160,7 +160,7 @@ def test_norms_of_heads_with_rotation(
 
 def check_values_without_numbers() -> None:
     """Check NaN and infinities in a head and in an activation, and tensors without elements."""
-    norms = [make_norm("RMSNorm", 8).bfloat16() for _ in range(2)]
+    norms: list[Any] = [make_norm("RMSNorm", 8).bfloat16() for _ in range(2)]
     cos, sin = make_rotary_table(3, 8, 1e4, torch.device("cpu"))
     qkv = torch.randn((3, 1, 1, 4, 8)).bfloat16()
     qkv[0, 0, 0, 1, 3] = float("nan")

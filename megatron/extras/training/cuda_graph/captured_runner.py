@@ -338,6 +338,7 @@ def capture_microbatches(
 ) -> CapturedRunner:
     """Let an engine of one stage without FSDP2 repeat its microbatches, and return its runner."""
     (model,) = engine.stages
+    assert isinstance(engine.runner, SingleStageRunner), "a pipeline has no graphs"
     runner = CapturedRunner(
         engine.runner,
         model,
