@@ -40,7 +40,6 @@ ALLOWED = {
     "megatron/data/cache.py": ("os.open", _WRITES),
     "megatron/observe/metrics.py": ("os.open", _WRITES),
     "megatron/run/start/orphans.py": ("read_bytes", _KERNEL),
-    "megatron/tokenizer/vocabulary.py": ("read_text", _OWN),
     "megatron/tokenizer/build.py": ("from_file", "from_pretrained", _CHECKED),
     "megatron/extras/interop/convert/compare.py": (
         "from_pretrained",
