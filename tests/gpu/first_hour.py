@@ -87,6 +87,13 @@ def build_part(number: int, folder: Path, base: str | None) -> list[Step]:
     elif number == 2:
         steps += [
             build_tests(
+                "graphs",
+                45,
+                "gpu_core",
+                "microbatches as CUDA graphs against eager passes, bit for bit",
+                path="tests/gpu/test_cuda_graph.py",
+            ),
+            build_tests(
                 "correctness", 105, "gpu_core", "kernels against PyTorch; losses against the CPU"
             ),
             build_step_time(
@@ -96,10 +103,9 @@ def build_part(number: int, folder: Path, base: str | None) -> list[Step]:
                 "4 of 16 experts beside a dense model with the same FLOPs for a token",
             ),
             build_kernels(
-                75,
-                f"copy model products attention float8 --hardware {hardware} {' '.join(on_base)}",
-                "the kernels of the trainer against PyTorch's operators; products at real shapes; "
-                "attention; float8; a hardware file",
+                30,
+                f"copy products --hardware {hardware} {' '.join(on_base)}",
+                "copies and products at real shapes; a hardware file",
             ),
         ]
     elif number == 3:
@@ -263,10 +269,16 @@ def build_peer(
     )
 
 
-def build_tests(title: str, seconds: float, mark: str, answers: str, *more: str) -> Step:
+def build_tests(
+    title: str,
+    seconds: float,
+    mark: str,
+    answers: str,
+    *more: str,
+    path: str = "tests/gpu/test_one_gpu.py",
+) -> Step:
     """Return a step that runs the tests of one GPU with a mark."""
     command = (PYTHON, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "--tb=short")
-    path = "tests/gpu/test_one_gpu.py"
     return Step(title, seconds, (*command, "--no-header", "-m", mark, path, *more), answers)
 
 
