@@ -91,7 +91,7 @@ def build_part(number: int, folder: Path, base: str | None) -> list[Step]:
                 45,
                 "gpu_core",
                 "microbatches as CUDA graphs against eager passes, bit for bit",
-                path="tests/gpu/test_cuda_graph.py",
+                path="tests/gpu/test_graphs_on_gpu.py",
             ),
             build_tests(
                 "correctness", 105, "gpu_core", "kernels against PyTorch; losses against the CPU"
