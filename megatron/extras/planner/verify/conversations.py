@@ -70,7 +70,9 @@ class Conversations:
             starts.append(at)
             if stored is None or not _begins_with(sample[at:], stored):
                 # Only padding may be left. A sample of padding alone is none of conversations.
-                return None if sample[at:].any() or len(starts) == 1 else (starts, counted)
+                if sample[at:].any() or len(starts) == 1:
+                    return None
+                return starts, counted
             counted[at : at + len(stored)] = stored >= 0
             at += len(stored)
         return starts, counted

@@ -106,7 +106,10 @@ def compare_structures(run: Groups, copy: Groups) -> tuple[list[str], list[str]]
     for feature, ranks in list_structures(run).items():
         reason = (ranks, feature.startswith("more than"), feature in has)
         if reason not in seen:
-            (kept if feature in has else lost).append(feature)
+            if feature in has:
+                kept.append(feature)
+            else:
+                lost.append(feature)
         seen.add(reason)
     return kept, lost
 

@@ -90,7 +90,9 @@ class ReferenceMasks:
         length, samples, width = x.shape
         numbers = self.draw(site, np.arange(length), width, samples).transpose(0, 1)
         out = x * _keep(numbers, p)
-        return out if residual is None else residual + out
+        if residual is None:
+            return out
+        return residual + out
 
     def attend(
         self,

@@ -195,8 +195,9 @@ class SpikeGuard:
         """
         limits = self.find_limits()
         # A norm that is not known counts as usual.
-        usual = limits.grad_norm[1] if grad_norm is None else grad_norm
-        return bool(limits.accept(loss, usual))
+        if grad_norm is None:
+            grad_norm = limits.grad_norm[1]
+        return bool(limits.accept(loss, grad_norm))
 
     def find_limits(self) -> StepLimits:
         """Return what the numbers of the next step must be, so that it changes the weights."""
