@@ -86,6 +86,7 @@ def list_structures(groups: Groups) -> dict[str, frozenset[int]]:
             found[several] = ranks
         if len(ranks) > 2:
             found[f"more than two {members}"] = ranks
+    # Two layouts with groups of equal sizes may lay them over different axes.
     axes = [kind for kind in groups if kind not in _EXPERT_GROUPS]
     for kind, axis in product(_EXPERT_GROUPS, axes):
         common = groups.get(kind, frozenset()) & groups[axis]

@@ -78,6 +78,7 @@ class StepLimits:
     def accept(self, loss: Any, grad_norm: Any) -> Any:
         """Return whether a step may change the weights, for two numbers or two scalar tensors."""
         low, high = self.grad_norm
+        # `and` would read the tensors of the device. A norm that is nan is in neither range.
         usual = (grad_norm >= low) & (grad_norm <= high)
         unusual = (grad_norm < low) | (grad_norm > high)
         within, otherwise = (

@@ -70,6 +70,7 @@ class _Drop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # With a residual stream in fp32, the gradient that arrives is in fp32.
         grad = _apply(grads[0].to(ctx.dtype), None, *ctx.saved_tensors, *ctx.rest)
         grad_residual = None
         if ctx.has_residual:
