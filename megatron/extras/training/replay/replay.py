@@ -127,7 +127,7 @@ class MicrobatchReplay(Replay):
 
         def compute(*, repeated: bool) -> Pass:
             recorder = PassRecorder(self._mesh.device, with_measures=True)
-            context = contextlib.nullcontext()
+            context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             if not repeated:
                 context = runner.pause()
             with context:
