@@ -162,6 +162,7 @@ class Publisher:
                 by_hand = f". You can also write global_step{iteration} there by hand"
                 where = str(self._root / LATEST)
                 if is_url(save := self._config.save or ""):
+                    # Nobody can write the pointer of an address with an editor.
                     by_hand, where = "", save
                 raise OSError(
                     f"{error}; global_step{iteration} is complete and stays, but {where} does not "

@@ -179,6 +179,7 @@ def build_inputs(
     seed, rank, ranks = origin
     # The data-parallel ranks take turns, see `compute_sample_positions`.
     firsts = [(number * ranks + rank) * len(m.tokens) for number, m in enumerate(microbatches)]
+    # One copy to the device is enough for all microbatches.
     keys = torch.tensor([(seed, iteration, first) for first in firsts])
     if device.type == "cuda":
         keys = keys.pin_memory().to(device, non_blocking=True)

@@ -57,6 +57,7 @@ class NativeEngine(EngineBase):
         plan = self._plan
         self._clip = plan.config.optimizer.clip_grad
         self._count_zeros = plan.config.logging.log_num_zeros_in_grad
+        # Each gradient of each step asks for it.
         self._shards_weights = self._mesh.shards_weights
         self._masters = [
             master for stage in self._rank_stages for master in self._make_masters(stage)
@@ -65,6 +66,7 @@ class NativeEngine(EngineBase):
             self._masters, plan, self._mesh, self._execution.operators
         )
         self._experts = ExpertState(self.stages, plan, self._mesh)
+        # The layout does not change, so the same masters count in every step.
         self._counted = [master for master in self._masters if self._is_counted(master)]
         # The first and the last stage hold the word embedding. `ends` is their group, and None on
         # all other ranks.
@@ -313,8 +315,11 @@ class NativeEngine(EngineBase):
             norm = math.sqrt(squares) / scale
         empty = False
         if counts:
+            # What is left of the sums are the votes.
             empty = sums.pop() == 0.0
-        num_zeros = int(zeros) if self._count_zeros else None
+        num_zeros = None
+        if self._count_zeros:
+            num_zeros = int(zeros)
         outcome = _find_outcome(loss, norm, accept, empty=empty)
         result = self._finish_step(loss, norm, outcome, num_zeros)
         return replace(result, votes=sums if votes else None)
@@ -340,6 +345,7 @@ class NativeEngine(EngineBase):
         only this rank's part of the sequence. Norms of heads, xIELU's weights, and keys and values
         that ranks share have gradients of this rank's heads or channels.
         """
+        # A single rank has the complete gradients.
         if self._mesh.tensor_parallel.size == 1:
             return
         partial = []

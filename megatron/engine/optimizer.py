@@ -332,6 +332,7 @@ class _TorchAdamW:
             step = torch.full((), float(step_count), dtype=torch.float32, device=device)
             scale = None
             if isinstance(factor, Tensor) and device.type != "cpu":
+                # The operator divides by its scale, which must be in fp32.
                 scale = (1.0 / factor).float()
             elif isinstance(factor, Tensor) or (factor != 1.0 and device.type == "cpu"):
                 # A division would give other bits than all earlier versions have given.
@@ -353,6 +354,7 @@ class _TorchAdamW:
                         eps=group["eps"],
                         maximize=False,
                         grad_scale=scale,
+                        # The operator changes nothing where this flag of torch's GradScaler is 1.
                         found_inf=None if dropped is None else dropped.float(),
                     )
 

@@ -45,6 +45,7 @@ class SingleStageRunner:
     def __init__(self, stage: RankStage, vectors: Sequence[nn.Parameter] = ()) -> None:
         """Create a runner of the only stage. `vectors`: see `build_runner`."""
         self._stage = stage
+        # A run in fp32 has none, and torch cannot concatenate an empty list.
         self._vectors = VectorSums(vectors) if vectors else None
 
     def run(self, inputs: Sequence[Inputs], factor: float | Tensor, *, train: bool) -> Tensor:

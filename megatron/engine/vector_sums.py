@@ -34,6 +34,7 @@ class VectorSums:
             self._sums.copy_(gradients)
         else:
             self._sums.add_(gradients)
+        # Otherwise autograd would add the next microbatch's gradient in 16 bits.
         for vector in self._vectors:
             vector.grad = None
 

@@ -302,6 +302,7 @@ class SelfAttention(nn.Module):
         """
         drop = None
         if self.dropout.is_on:
+            # Ranks share the heads, and a mask belongs to a head of the complete model.
             head = self.dropout.tp.rank * query.shape[1]
             drop = WeightDropout(self.dropout, dropout_key, head)
         bias = self._select_bias(positions)

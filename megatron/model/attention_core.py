@@ -202,6 +202,7 @@ def attend_in_context(
         [b, n, s/c, d].
     """
     query, parts = share_sequence(query, key, value, window, context)
+    # After the exchange, this rank has a range of the heads for all positions.
     if drop is not None and context.exchange_heads:
         drop = replace(drop, head=drop.head + context.rank * query.shape[1])
     # The results of each sample are in the order of their positions.

@@ -177,7 +177,9 @@ class Block(nn.Module):
         attended = self.attention(read, positions, dropout_key)
         if self.attention_output_norm is not None:
             attended = self.attention_output_norm(attended)
-        return x, attended if self.residual_factor == 1.0 else attended * self.residual_factor
+        if self.residual_factor != 1.0:
+            attended = attended * self.residual_factor
+        return x, attended
 
     def _feed_forward(
         self, x: Tensor, attended: Tensor, dropout_key: Tensor, routing: Routing
@@ -187,13 +189,16 @@ class Block(nn.Module):
             # Attention and MLP read the same input.
             after = self.attention_dropout(attended, dropout_key, x)
             read = _normalise_input(*norms, x)
+        # Its kernel adds to the residual stream, so the norm's kernel has nothing to add.
         elif self.attention_dropout.is_on:
             after = self.attention_dropout(attended, dropout_key, x)
             after, read = self._add_and_normalise(after, None, *norms)
         else:
             after, read = self._add_and_normalise(x, attended, *norms)
-        mlp = self.mlp
-        out = mlp(read, routing) if isinstance(mlp, MixtureMLP) else mlp(read)
+        if isinstance(self.mlp, MixtureMLP):
+            out = self.mlp(read, routing)
+        else:
+            out = self.mlp(read)
         if self.mlp_output_norm is not None:
             out = self.mlp_output_norm(out)
         if self.residual_factor != 1.0:

@@ -37,6 +37,7 @@ class Dropout(nn.Module):
         """Computes dropout and the addition. None: PyTorch's operators."""
         self.by_attention_kernel = False
         """Attention kernels draw masks of their own, which depend on the layout."""
+        # Blocks may be built on the meta device, whose tensors have no values.
         self._site = torch.tensor(site, device="cpu")
         self._context = context or ContextParallel()
 
@@ -71,6 +72,7 @@ class Dropout(nn.Module):
         threshold = round(self.p * STEPS)
         where = [*MaskPlace(-(-self.width // LANES), *place)]
         compiling = torch.compiler.is_compiling()
+        # A compiled graph fuses the addition itself, and only needs the mask.
         if self.kernel is not None and not compiling:
             return self.kernel(x, residual, dropout_key, self._site, threshold, where)
         draw = draw_mask_in_graph if compiling else draw_mask
@@ -78,6 +80,7 @@ class Dropout(nn.Module):
         factor = STEPS / (STEPS - threshold)
         # A product of both factors in 16 bits would round 1 / (1 - p).
         once = factor if x.dtype == torch.float32 else 1.0
+        # It multiplies by a mask and a number in one kernel.
         out = torch.ops.aten.native_dropout_backward(x, kept, once)
         if once != factor:
             out = out * factor

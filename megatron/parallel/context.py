@@ -74,6 +74,7 @@ def locate_rows(rows: int, tp: TensorParallel, context: ContextParallel) -> tupl
         before, whole = tp.rank * rows, tp.size * rows
     if context.size == 1:
         return before, 0, rows
+    # A rank holds its early part first, and then its late one.
     early, late = list_parts(context.rank, context.size, whole * context.size)
     if before + rows <= len(early):
         return early.start + before, 0, rows

@@ -17,6 +17,7 @@ def make_operator(name: str) -> Callable[[Callable[..., Any]], Any]:
 
     def register(run: Callable[..., Any]) -> Any:
         schema = torch.library.infer_schema(run, mutates_args=())
+        # `custom_op` gives its operators the same tag.
         torch.library.define(f"megatron::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.impl(f"megatron::{name}", "default", run)
         return getattr(torch.ops.megatron, name).default

@@ -62,6 +62,7 @@ def draw_mask(
     """
     blocks, first, step, length, column, sample = place
     kept = np.empty(shape, dtype=np.bool_)
+    # Both are views, so what is written to a sample's rows is in the mask.
     by_sample = kept.swapaxes(0, 1)
     if len(shape) == 4:
         by_sample = kept.reshape(shape[0], -1, shape[3])
@@ -73,6 +74,7 @@ def draw_mask(
             # NumPy counts up before it computes a block.
             counter = np.array((block, int(site), number, iteration), dtype=np.uint64)
             philox = np.random.Philox(key=key, counter=counter)
+            # A block is four words of 64 bits, and each word has four numbers.
             drawn = philox.random_raw(length * blocks * 4).view("<u2").reshape(length, -1)
             drawn = drawn[:, column : column + rows.shape[1]]
             np.greater_equal(drawn, np.uint16(threshold), out=rows[at : at + length])

@@ -15,7 +15,8 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,6 @@ import torch.distributed as dist
 from megatron.base import exit_codes
 from megatron.base.errors import LayoutError, LostRanksError
 from megatron.base.plain_text import print_to_stderr
-from megatron.parallel.hang_verdict import describe_places
 from megatron.parallel.launcher import read_meeting_point
 from megatron.parallel.messages import OutOfStepError
 from megatron.parallel.rank_state import find_location, locate_thread
@@ -362,6 +362,32 @@ def lost_connection(error: BaseException | None) -> BaseException | None:
             return error if isinstance(error, LayoutError) else cause
         cause = cause.__cause__
     return None
+
+
+def describe_places(places: Mapping[int, Sequence[str]], names: Sequence[str]) -> list[str]:
+    """Return a line for each rank that sends another message than most, and one for the others.
+
+    Args:
+        places: Rank -> the function and the line of code at which it sends.
+        names: The names of all ranks.
+    """
+    rare = find_rare(places, lambda rank: places[rank][0])
+    lines = [f"{names[rank]} is at {places[rank][1]}" for rank in rare[:_SHOWN]]
+    others = Counter(places[rank][1] for rank in places if rank not in rare)
+    # Without a majority, this line has all ranks.
+    for place, count in others.most_common():
+        lines.append(f"{count} of the other ranks are at {place}")
+    return lines
+
+
+def find_rare(ranks: Mapping[int, object], key: Callable[[int], Hashable]) -> list[int]:
+    """Return the ranks whose key is rarer than the most common one. There may be none."""
+    counts = Counter(key(rank) for rank in ranks)
+    most = max(counts.values(), default=0)
+    rare = [rank for rank in sorted(ranks) if counts[key(rank)] < most]
+    # With several rare keys, the ranks that wait may be among them.
+    fewest = min(counts.values(), default=0)
+    return [rank for rank in rare if counts[key(rank)] == fewest]
 
 
 def call_in_thread(act: Callable[[], None]) -> threading.Thread:

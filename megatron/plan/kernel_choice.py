@@ -78,6 +78,7 @@ def choose_kernels(plan: Plan, device: KernelDevice) -> KernelChoice:
         values["attention_backend"] = _choose_attention_order(config, device)
         reasons["attention_backend"] = f"the default on compute capability {device.gpu}"
     obstacle = _find_obstacle_of_graphs(plan, device)
+    # A run records what was decided, so `auto` does not remain.
     values["cuda_graph"] = "on" if obstacle is None else "off"
     if obstacle is None:
         reasons["cuda_graph"] = "recorded in the second step, then repeated by the GPU"

@@ -140,8 +140,11 @@ def train_until_stop(run: Run) -> StopReason:
         with run.mesh.progress.allow_stop():
             wait_for_data(run, skips=skipped is not None)
         if run.mesh.progress.stopped:
+            # The checkpoint that follows needs the numbers of this step.
             finish_queued_step(run)
-            return StopReason.SIGNAL if run.rollback is None else StopReason.ROLLBACK
+            if run.rollback is not None:
+                return StopReason.ROLLBACK
+            return StopReason.SIGNAL
         announce_phase(run)
         if skipped is not None:
             with run.step_clock.pause():
@@ -152,6 +155,7 @@ def train_until_stop(run: Run) -> StopReason:
         # The run goes back, so nothing of this iteration is kept.
         if run.rollback is not None:
             return StopReason.ROLLBACK
+        # The next iteration finishes a queued step when it reads it.
         if run.queued is None:
             finish_iteration(run, before, trained=skipped is None)
     return run.stop
@@ -359,6 +363,7 @@ def train_iteration(run: Run) -> None:
 
     def plan_update() -> UpdateSettings | None:
         finish_queued_step(run)
+        # The gradients are of weights that the rollback gives up.
         if run.rollback is not None:
             return None
         # These are the rates that the step uses. The reported rates are those after the step, as in
@@ -376,6 +381,7 @@ def train_iteration(run: Run) -> None:
         plan.config.logging.log_layer_stats_interval, state.iteration, iteration
     )
     with run.stragglers.measure(iteration):
+        # Few steps have statistics, so `queue_batch` has none.
         if run.engine.reads_late and not with_statistics:
             read = run.engine.queue_batch(
                 microbatches, iteration=iteration, plan_update=plan_update, vote=vote

@@ -12,7 +12,7 @@ import pytest
 from process_pool import PerRank, ProcessPool, pretrain, succeed
 from training.runs import Runner
 
-from megatron.parallel.hang_verdict import describe_places
+from megatron.parallel.roll_call import describe_places
 
 SIZES = "--num-layers 2 --check-invariants-interval 1 --save-interval 2 --keep-latest-checkpoints 1"
 NATIVE = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"

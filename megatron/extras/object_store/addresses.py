@@ -134,7 +134,10 @@ def open_source(path: str | os.PathLike[str]) -> Iterator[CheckpointSource]:
                     f"{run} has no checkpoint; give the --save address of a run that has saved"
                 )
             Mirror(objects, root).pull(record, print_to_stderr)
-        source = CheckpointSource(root / last if is_checkpoint else root, run, root)
+        folder = root
+        if is_checkpoint:
+            folder = root / last
+        source = CheckpointSource(folder, run, root)
         try:
             yield source
         except MegatronError as error:

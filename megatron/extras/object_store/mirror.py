@@ -12,7 +12,7 @@ Invariant: `pull` removes only folders that have this file.
 import contextlib
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -170,7 +170,9 @@ class Mirror:
 
     def _read_writer(self) -> str:
         path = self.root / WRITER_FILE
-        return load_text(path, POINTER_BYTES, decoding="replace") if path.is_file() else ""
+        if not path.is_file():
+            return ""
+        return load_text(path, POINTER_BYTES, decoding="replace")
 
     def make_placeholder(self, path: Path, size: int) -> None:
         """Give a file its size without its content, which takes no space on the disk."""
@@ -213,8 +215,11 @@ class Mirror:
         Raises:
             OSError: One cannot be read or written.
         """
+        keys: Iterable[str] = ()
+        if not self._is_last_writer(generation):
+            keys = self.objects.list(RECORDS)
         foreign = []
-        for key in () if self._is_last_writer(generation) else self.objects.list(RECORDS):
+        for key in keys:
             name = key.removeprefix(RECORDS)
             if _RECORD.fullmatch(name) and all(is_plain_name(part) for part in name.split("/")):
                 self._download(key, self.root / name)

@@ -501,7 +501,10 @@ def _find_code(error: BaseException) -> str | None:
     answer = _find_answer(error)
     if answer:
         return str(answer["Error"].get("Code"))
-    return "AccessDenied" if "CredentialsError" in type(error).__name__ else None
+    # The client found no key, so it has sent nothing and has no answer.
+    if "CredentialsError" in type(error).__name__:
+        return "AccessDenied"
+    return None
 
 
 def _is_temporary(error: Exception) -> bool:

@@ -160,7 +160,10 @@ class LoadedStore(Store):
             # A cleaner of temporary files has removed it, and with it the lock.
             del self.__dict__["_claimed"]
         for path in self._claimed.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
         return self._claimed
 
 

@@ -322,8 +322,12 @@ def _compute_virtual_stage_layers(values: FlagValues) -> Computed:
     ends = 2 * all(flag in values for flag in _ACCOUNT_FOR_ENDS)
     total = ranks * int(stages)
     if (layers + ends) % total:
-        counted = f"{layers} + 2 for {both}" if ends else layers
-        fix = f", or give {both}" if not ends and (layers + 2) % total == 0 else ""
+        counted = str(layers)
+        fix = ""
+        if ends:
+            counted = f"{layers} + 2 for {both}"
+        elif (layers + 2) % total == 0:
+            fix = f", or give {both}"
         raise ValueError(
             f"--num-virtual-stages-per-pipeline-rank {stages:g} x pipeline size {ranks} must "
             f"divide --num-layers {counted}; use another number of virtual stages{fix}."

@@ -237,8 +237,10 @@ class _Follower:
             path = None
             if len(self._sourced) < SOURCED_LIMIT:
                 path = self._find_sourced(name, bool(self.marks.find_unknown(words[2])))
-            with _limit_reading(self._path):
-                block = _parse_sourced(path, self.marks) if path else None
+            block = None
+            if path:
+                with _limit_reading(self._path):
+                    block = _parse_sourced(path, self.marks)
             if path is None or block is None:
                 self._unread[words[2]] = self.marks.render(words[1])
             else:

@@ -208,7 +208,9 @@ def _build_source(
         script,
         notes,
     )
-    return source if script is None else _assume_vocabulary(source, script)
+    if script is None:
+        return source
+    return _assume_vocabulary(source, script)
 
 
 def _assume_vocabulary(source: CommandSource, script: Path) -> CommandSource:

@@ -196,8 +196,11 @@ def name_groups(mesh: Mesh, engine: NativeEngine | None = None) -> dict[str, str
         mesh: The rank's groups.
         engine: The engine, if it exists. Muon has a group of its own.
     """
+    copy = None
+    if engine is not None:
+        copy = getattr(engine._optimizer, "_group", None)
     groups: dict[str, dist.ProcessGroup | None] = {
-        "copy": getattr(engine._optimizer, "_group", None) if engine is not None else None,
+        "copy": copy,
         "control": mesh.control,
         "world": dist.group.WORLD if mesh.devices is not None else None,
     }

@@ -229,7 +229,9 @@ class ForwardTypes:
 
         def drop(dropout: Dropout, x: Tensor, residual: Tensor | None, *rest: Any) -> Tensor:
             # Masks are trusted, and a factor has the same types.
-            return 2.0 * x if residual is None else residual + 2.0 * x
+            if residual is None:
+                return 2.0 * x
+            return residual + 2.0 * x
 
         with ExitStack() as stack:
             stack.enter_context(patch.object(Dropout, "drop", drop))

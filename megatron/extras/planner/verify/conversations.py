@@ -34,7 +34,9 @@ def make_conversations(prefix: str, number: int, count: int) -> Iterator[NDArray
         # A short conversation is repeated, and its first token never counts.
         stored = np.resize(stored, max(_SHORTEST, min(wanted, len(stored))))
         counted = stored >= 0
+        # No token predicts the first one.
         counted[0] = False
+        # A conversation without a token that counts would compare nothing.
         counted[-1] |= not counted.any()
         ids = np.maximum(stored, ~stored) % EOD
         ids[1:3] = divmod(2 * index + number, _BASE)
@@ -70,7 +72,9 @@ class Conversations:
             starts.append(at)
             if stored is None or not _begins_with(sample[at:], stored):
                 # Only padding may be left. A sample of padding alone is none of conversations.
-                return None if sample[at:].any() or len(starts) == 1 else (starts, counted)
+                if sample[at:].any() or len(starts) == 1:
+                    return None
+                return starts, counted
             counted[at : at + len(stored)] = stored >= 0
             at += len(stored)
         return starts, counted

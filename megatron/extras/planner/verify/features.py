@@ -86,6 +86,7 @@ def list_structures(groups: Groups) -> dict[str, frozenset[int]]:
             found[several] = ranks
         if len(ranks) > 2:
             found[f"more than two {members}"] = ranks
+    # Two layouts with groups of equal sizes may lay them over different axes.
     axes = [kind for kind in groups if kind not in _EXPERT_GROUPS]
     for kind, axis in product(_EXPERT_GROUPS, axes):
         common = groups.get(kind, frozenset()) & groups[axis]
@@ -106,7 +107,10 @@ def compare_structures(run: Groups, copy: Groups) -> tuple[list[str], list[str]]
     for feature, ranks in list_structures(run).items():
         reason = (ranks, feature.startswith("more than"), feature in has)
         if reason not in seen:
-            (kept if feature in has else lost).append(feature)
+            if feature in has:
+                kept.append(feature)
+            else:
+                lost.append(feature)
         seen.add(reason)
     return kept, lost
 

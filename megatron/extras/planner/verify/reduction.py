@@ -229,7 +229,9 @@ def _choose_shards(plan: Plan, grid: Grid) -> tuple[int, int, tuple[int, int]]:
     elif plan.copies > 1:
         # If the ranks of a sequence do not hold several copies, they do not in the copy.
         whole = plan.shard_size >= plan.config.parallel.context_parallel_size > 1
-        first = grid.context if whole else 2
+        first = 2
+        if whole:
+            first = grid.context
         larger = min(plan.shard_size, 2 * first)
         shards = [first] + [larger] * (grid.weight_ranks % (2 * larger) == 0)
     ranks = grid.tensor * grid.weight_ranks
@@ -394,7 +396,9 @@ def _reduce_parallel(plan: Plan, grid: Grid) -> Values:
     if plan.copies > 1 and plan.shard_size > 1:
         values["parallel.hsdp_shard_size"] = _choose_shards(plan, grid)[0]
     # The first and the last stage keep a layer if the embedding and the output layer count too.
-    layers = 1 if len({len(stage.layers) for stage in plan.stages}) == 1 else 2
+    layers = 2
+    if len({len(stage.layers) for stage in plan.stages}) == 1:
+        layers = 1
     return values | _replace_given(plan, {"parallel.num_layers_per_virtual_pipeline_stage": layers})
 
 

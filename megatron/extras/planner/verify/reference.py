@@ -99,7 +99,9 @@ def run_reference(plan: Plan, samples: Tensor) -> ReferenceRun:
     run = ReferenceRun(_copy(parameters) | experts.copy_biases())
     # A mixture alternates weights and paths.
     paths = config.data.data_path
-    conversations = Conversations(paths if len(paths) == 1 else paths[1::2])
+    if len(paths) > 1:
+        paths = paths[1::2]
+    conversations = Conversations(paths)
     consumed = 0
     position = (0, 0, 0)
     for iteration in range(1, COMPARED + 1):

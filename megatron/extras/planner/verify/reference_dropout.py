@@ -76,6 +76,7 @@ class ReferenceMasks:
         """Return the numbers in [0, 2^16) of the elements, [samples, *rows.shape, width]."""
         blocks = -(-width // 16)
         counter = np.empty((samples, *rows.shape, blocks, 4), dtype=np.uint64)
+        # The first block of row 0 has the counter 1.
         counter[..., 0] = rows[..., None] * blocks + np.arange(1, blocks + 1)
         counter[..., 1] = site
         counter[..., 2] = np.arange(samples).reshape(-1, *[1] * (rows.ndim + 1))
@@ -90,7 +91,9 @@ class ReferenceMasks:
         length, samples, width = x.shape
         numbers = self.draw(site, np.arange(length), width, samples).transpose(0, 1)
         out = x * _keep(numbers, p)
-        return out if residual is None else residual + out
+        if residual is None:
+            return out
+        return residual + out
 
     def attend(
         self,

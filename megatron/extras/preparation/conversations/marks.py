@@ -229,7 +229,9 @@ class Renderer:
             if len(self._turns) >= _TURNS:
                 self._turns.clear()
             self._turns[key] = see_turn(self._try_words, self._special, short, tools)
-        return replace_ids(self._turns[key], ids) if ids else self._turns[key]
+        if not ids:
+            return self._turns[key]
+        return replace_ids(self._turns[key], ids)
 
     def _try_words(
         self, messages: Sequence[Message], tools: Any, *, prompt: bool

@@ -85,11 +85,15 @@ def _shorten(value: Any, ids: dict[str, str], key: str = "", *, keep_numbers: bo
         return value
     if key in _IDS:
         # Some templates ask for a length. A short id may be a part of other texts.
-        same = len(value) < _SHORT_ID
-        return ids.setdefault(value, value if same else f"Q{len(ids)}Z".ljust(len(value), "7"))
+        if len(value) < _SHORT_ID:
+            return ids.setdefault(value, value)
+        return ids.setdefault(value, f"Q{len(ids)}Z".ljust(len(value), "7"))
     if "</think>" in value:
         return "<think>\nPROBE\n</think>\n\nPROBE"
-    return "PROBE" if value.strip() else ""
+    # An empty value stays empty, because a template may test it.
+    if not value.strip():
+        return ""
+    return "PROBE"
 
 
 def see_turn(render: Try, special: re.Pattern[str], short: Sequence[Message], tools: Any) -> Turn:
@@ -112,12 +116,18 @@ def see_turn(render: Try, special: re.Pattern[str], short: Sequence[Message], to
         if found is None or end not in (None, *found[1]):
             return None
         text, places = found
-        stop = len(text) if end is None else min(places[end])
-        start: int | None = max(places[begin]) if begin in places else None
+        stop = len(text)
+        if end is not None:
+            stop = min(places[end])
+        start: int | None = None
+        if begin in places:
+            start = max(places[begin])
         if start is None and begin == at:
             # Nothing of an empty answer can be found, so it begins where its prompt ends.
             start = find_start(text, prompts, (max(places.get(at - 1, [0])), stop), ())
-        return None if start is None else text[start:stop]
+        if start is None:
+            return None
+        return text[start:stop]
 
     # With and without the text that asks for an answer.
     asked = cut(context, at - 1, None, prompt=True)
@@ -125,7 +135,9 @@ def see_turn(render: Try, special: re.Pattern[str], short: Sequence[Message], to
     plain = [cut([*context, _ANSWER, *after], at - 1, at) for after in ([], [_QUESTION])]
     prompts = _find_prompts(special, asked, alone, [gap for gap in plain if gap is not None])
     # Some templates refuse a question after a call.
-    follower = {"role": "tool", "content": "PROBE"} if answer.get("tool_calls") else _QUESTION
+    follower = _QUESTION
+    if answer.get("tool_calls"):
+        follower = {"role": "tool", "content": "PROBE"}
     last = cut(short, at, None)
     later = cut([*short, follower], at, at + 1)
     return replace(prompts, last=last, later=later)
@@ -216,7 +228,9 @@ def find_end(
         ]
         return begin + max([after.end(), *found])
     # A template without such a token ends an answer with text, or with nothing.
-    rest = inner if is_last else special.sub("", other)
+    rest = inner
+    if not is_last:
+        rest = special.sub("", other)
     if turn.last is None or rest[size:].strip():
         return None
     own = inner[:size].rstrip()

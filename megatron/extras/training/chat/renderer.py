@@ -44,6 +44,7 @@ class TemplateProcess:
         # The process imports what this one can import.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         module = "megatron.extras.training.chat.sandbox"
+        # Only the process keeps the other end, so a read fails as soon as it has ended.
         with other:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(self.parent), str(other.fileno())],

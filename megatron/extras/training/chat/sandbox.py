@@ -88,6 +88,7 @@ def _compile(source: str) -> Template:
 def _render(template: Template, variables: dict[str, Any]) -> str:
     pieces = []
     size = 0
+    # A text that never ends is noticed while it is written.
     for piece in template.generate(**variables):
         pieces.append(piece)
         size += len(piece)
@@ -130,6 +131,7 @@ def _answer(templates: dict[int, Template], request: dict[str, Any]) -> dict[str
 
 def serve(channel: Connection) -> None:
     """Answer requests until the other end is closed."""
+    # A template may end the process, and its memory belongs in no file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Other systems than Linux may refuse this limit.
     if sys.platform == "linux":

@@ -188,7 +188,10 @@ def name_thoughts(message: dict[str, Any]) -> dict[str, Any]:
     thoughts = [message[name] for name in THOUGHTS if message.get(name) is not None]
     if any(each != thoughts[0] for each in thoughts):
         raise DataError(f"it has different thoughts under {', '.join(THOUGHTS)}. Keep one")
-    return {**message, **dict.fromkeys(THOUGHTS, thoughts[0])} if thoughts else message
+    if not thoughts:
+        return message
+    # Templates read it under different names.
+    return {**message, **dict.fromkeys(THOUGHTS, thoughts[0])}
 
 
 def load_chat_template(config: TokenizerConfig, file: str | None = None) -> ChatTemplate:

@@ -134,6 +134,7 @@ class CapturedRunner:
         """Return what must be equal for a graph to be right, apart from what is copied."""
         shapes = [getattr(inputs, name) for name in _TENSORS]
         sizes = tuple(None if each is None else each.shape for each in shapes)
+        # A run turns float8 on at an iteration, and has other kernels from then on.
         in_float8 = [each.products is not None for each in self._linears]
         return sizes, in_float8, [parameter.data_ptr() for parameter in self._parameters]
 
@@ -267,6 +268,7 @@ class _Graphs:
             RecordingError: See `GraphRecorder.record`.
         """
         if self._others is None:
+            # Autograd adds to the memory that the first graph writes.
             self._set_gradients(self._added)
             self._others = self._recorder.record(partial(self._compute, first=False))
 
@@ -281,13 +283,16 @@ class _Graphs:
         """Repeat the graphs for the microbatches of a step, and return the mean loss."""
         # The engine has dropped its references at the end of the last step.
         self._set_gradients(self.gradients)
+        # The loss scale may have changed, and the graph reads the factor from its memory.
         self._factor.fill_(factor)
         total = torch.zeros_like(self._loss)
         graph: Callable[[], None] | None = self._first
         for microbatch in inputs:
             assert graph is not None, "the graph of the later microbatches was recorded"
+            # One launch copies all inputs.
             foreach_copy_(self._fixed, [getattr(microbatch, name) for name in self._copied])
             graph()
+            # The next repetition overwrites the loss.
             total += self._loss / len(inputs)
             graph = self._others
         return total

@@ -32,7 +32,9 @@ def add_graphs(kind: EngineKind) -> EngineKind:
 
                 assert isinstance(engine, NativeEngine), "no other engine has graphs"
                 # Events that time collectives cannot be read if they are in a graph.
-                pause = arguments[0].pause if mesh.grid.world_size > 1 else nullcontext
+                pause = nullcontext
+                if mesh.grid.world_size > 1:
+                    pause = arguments[0].pause
                 recorder = CudaGraphRecorder(mesh.device, pause)
                 capture_microbatches(engine, plan, mesh, recorder)
             return engine

@@ -100,6 +100,7 @@ def _round_tiles(
     return made
 
 
+# Operators without a result need no function for their shapes.
 @torch.library.custom_op("megatron::find_all_largest", mutates_args=("largest",))
 def _find_all_largest(
     matrices: list[Tensor], starts: list[int], wholes: list[int], largest: Tensor, by_row: bool
@@ -154,18 +155,6 @@ def _(
     x: Tensor, largest: Tensor, whole: Tensor, dtype: torch.dtype, rows: bool, columns: bool
 ) -> list[Tensor]:
     return _make_tiles(x, largest, dtype, rows, columns)
-
-
-@_find_all_largest.register_fake
-def _(
-    matrices: list[Tensor], starts: list[int], wholes: list[int], largest: Tensor, by_row: bool
-) -> None:
-    return None
-
-
-@_round_all_tiles.register_fake
-def _(weights: list[Tensor], rounded: list[Tensor]) -> None:
-    return None
 
 
 def _has_kernels(x: Tensor) -> bool:

@@ -78,6 +78,7 @@ class StepLimits:
     def accept(self, loss: Any, grad_norm: Any) -> Any:
         """Return whether a step may change the weights, for two numbers or two scalar tensors."""
         low, high = self.grad_norm
+        # `and` would read the tensors of the device. A norm that is nan is in neither range.
         usual = (grad_norm >= low) & (grad_norm <= high)
         unusual = (grad_norm < low) | (grad_norm > high)
         within, otherwise = (
@@ -195,8 +196,9 @@ class SpikeGuard:
         """
         limits = self.find_limits()
         # A norm that is not known counts as usual.
-        usual = limits.grad_norm[1] if grad_norm is None else grad_norm
-        return bool(limits.accept(loss, usual))
+        if grad_norm is None:
+            grad_norm = limits.grad_norm[1]
+        return bool(limits.accept(loss, grad_norm))
 
     def find_limits(self) -> StepLimits:
         """Return what the numbers of the next step must be, so that it changes the weights."""

@@ -15,6 +15,7 @@ from megatron.parallel.shard import ADAM_KINDS
 _WRITTEN = ("weights", "firsts", "seconds", "copies")
 
 
+# An operator without a result needs no function for its shapes.
 @torch.library.custom_op("megatron::update_adamw", mutates_args=_WRITTEN)
 def _update(
     weights: list[Tensor],
@@ -44,21 +45,6 @@ def _update(
     from megatron.extras.training.kernels.adamw_kernel import launch
 
     launch(weights, gradients, firsts, seconds, copies, settings, decision, (beta1, beta2))
-
-
-@_update.register_fake
-def _(
-    weights: list[Tensor],
-    gradients: list[Tensor],
-    firsts: list[Tensor],
-    seconds: list[Tensor],
-    copies: list[Tensor],
-    settings: Tensor,
-    decision: Tensor,
-    beta1: float,
-    beta2: float,
-) -> None:
-    return None
 
 
 class KernelAdamW(AdamW):

@@ -162,7 +162,7 @@ def launch(
         return
     columns = (weights, gradients, firsts, seconds)
     # Where the model computes with float8 values, all elements of a copy are the same memory.
-    kept = [copy.data_ptr() if copy.is_contiguous() else 0 for copy in copies]
+    kept = [copy.data_ptr() * copy.is_contiguous() for copy in copies]
     addresses = (
         *(tuple(map(Tensor.data_ptr, column)) for column in columns),
         tuple(kept or [0] * len(sizes)),

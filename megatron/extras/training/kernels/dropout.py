@@ -28,15 +28,17 @@ def _apply(
     from megatron.extras.training.kernels.dropout_kernel import launch
 
     out = _make_result(x, residual)
-    other = None if residual is None else residual.contiguous()
-    launch(x.contiguous(), other, out, dropout_key, int(site), threshold, place)
+    if residual is not None:
+        residual = residual.contiguous()
+    launch(x.contiguous(), residual, out, dropout_key, int(site), threshold, place)
     return out
 
 
 def _make_result(x: Tensor, residual: Tensor | None) -> Tensor:
     # The residual stream may be in fp32.
-    like = x if residual is None else residual
-    return torch.empty_like(like, memory_format=torch.contiguous_format)
+    if residual is not None:
+        x = residual
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @_apply.register_fake
@@ -68,8 +70,12 @@ class _Drop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # With a residual stream in fp32, the gradient that arrives is in fp32.
         grad = _apply(grads[0].to(ctx.dtype), None, *ctx.saved_tensors, *ctx.rest)
-        return grad, grads[0] if ctx.has_residual else None, None, None, None, None
+        grad_residual = None
+        if ctx.has_residual:
+            grad_residual = grads[0]
+        return grad, grad_residual, None, None, None, None
 
 
 def drop(x: Tensor, residual: Tensor | None, *place: Any) -> Tensor:

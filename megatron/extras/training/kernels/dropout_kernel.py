@@ -52,6 +52,7 @@ def _drop(
     block: tl.constexpr,
 ):
     """Write residual + dropout(x), or which elements are kept."""
+    # Offsets of large tensors exceed 32 bits.
     line = tl.program_id(0).to(tl.int64)
     if samples_first:
         row = line % rows
@@ -70,6 +71,7 @@ def _drop(
         tl.store(out + index, kept.to(tl.uint8), mask=present)
     else:
         value = tl.load(x + index, mask=present, other=0.0)
+        # PyTorch's operators store the product, so it is rounded before the sum here too.
         value = tl.where(kept, value.to(tl.float32) * scale, 0.0).to(value.dtype)
         if has_residual:
             before = tl.load(residual + index, mask=present, other=0.0)
@@ -120,5 +122,6 @@ def launch(
         residual is not None,
         x is None,
         block,
+        # Each of the 32 threads of a warp computes 16 elements.
         num_warps=max(1, block // 512),
     )

@@ -50,7 +50,9 @@ def build_operators(config: KernelsConfig, *, has_dropout: bool = False) -> Fuse
         config: The settings of kernels.
         has_dropout: Whether the model has dropout.
     """
-    operators = FusedOperators(drop=drop if has_dropout else None)
+    operators = FusedOperators()
+    if has_dropout:
+        operators = replace(operators, drop=drop)
     if config.rope_fusion:
         operators = replace(operators, rotate_projection=divide_projection)
     if config.bias_swiglu_fusion:

@@ -56,6 +56,7 @@ class LateEngine(NativeEngine):
         with self._timers("forward-backward"):
             loss = self._run_microbatches(microbatches, iteration, factor)
         settings = plan_update()
+        # `plan_update` has read the step before, so the host knows the scale.
         self._next_scale = None
         read = None
         with self._timers("optimizer"):
@@ -72,6 +73,7 @@ class LateEngine(NativeEngine):
         terms = self._reduce_step(loss, vote)
         counts = self._counted_tokens is not None
         scale = self._get_scale()
+        # Everything below is queued. No number of the device is read.
         mean = terms[0]
         norm = terms[1].sqrt() / scale
         finite = mean.isfinite() & norm.isfinite()
@@ -103,6 +105,7 @@ class LateEngine(NativeEngine):
             result = self._judge_step(values, scale, accept, votes=True, counts=counts)
             assert result.applied == bool(decided), "host and device take the same decision"
             if not result.applied:
+                # `step_if` has counted the step before anybody knew that it is dropped.
                 self._set_step_count(self._get_step_count() - 1)
             return result
 
@@ -120,6 +123,7 @@ def _start_copy(values: Tensor) -> Callable[[], list[float]]:
         return values.tolist
     copied = torch.empty_like(values, device="cpu", pin_memory=True)
     copied.copy_(values, non_blocking=True)
+    # A wait for the device would also wait for the microbatches of the next step.
     event = torch.cuda.Event()
     event.record()
 

@@ -27,10 +27,11 @@ import torch.distributed as dist
 from megatron.base import exit_codes
 from megatron.base.durable import replace_file
 from megatron.base.errors import HungRanksError, LostRanksError
-from megatron.parallel.hang_verdict import describe_states, find_odd_ranks
+from megatron.extras.training.watchdog.hang_verdict import describe_states, find_odd_ranks
+from megatron.extras.training.watchdog.own_state import Stopwatch, read_state, write_state
 from megatron.parallel.messages import OutOfStepError
-from megatron.parallel.rank_progress import RankProgress, Stopwatch
-from megatron.parallel.rank_state import RankState, read_state, write_state
+from megatron.parallel.rank_progress import RankProgress
+from megatron.parallel.rank_state import RankState
 from megatron.parallel.roll_call import (
     CALLED,
     FINISHED,

@@ -280,7 +280,9 @@ class _Rewriter:
                 rest = [(o, self._assume(n, holds)) for o, n in node.rest[:index]]
                 return AndOr(self._assume(node.first, holds), (*rest, *node.rest[index:]))
         names = _list_sourced([part for operator, part in node.rest if operator == "&&"])
-        return replace(node, first=self._assume(node.first, True, names)) if names else node
+        if not names:
+            return node
+        return replace(node, first=self._assume(node.first, True, names))
 
     def _assume_in_branches(self, node: If) -> If:
         """Return an `if` whose conditions do not lead to a branch that ends the script."""
@@ -402,8 +404,9 @@ class _Rewriter:
         if assignment := ASSIGNMENT.match(raw):
             name = assignment[1]
             value = self._find_path(raw[assignment.end() :])
-            known = self._folders.get(name, value)
-            self._folders[name] = value if value == known else None
+            # Two different values leave it unknown which of them holds.
+            if self._folders.setdefault(name, value) != value:
+                self._folders[name] = None
 
     def _find_path(self, raw: str) -> str | None:
         """Return the value of a word that is made of the path of the script, or None."""
@@ -447,7 +450,9 @@ class _Rewriter:
             return None
         name, *arguments = commands[0]
         arguments = [word for word in arguments if not word.startswith("-")]
-        path = self._find_path(arguments[0]) if len(arguments) == 1 else None
+        if len(arguments) != 1:
+            return None
+        path = self._find_path(arguments[0])
         if path is None or "$" not in arguments[0]:
             return None
         if name == "cd" and [words[:1] for words in commands[1:]] == [("pwd",)]:
@@ -540,7 +545,11 @@ class _Rewriter:
 
     def _write_substitution(self, raw: str, *, quoted: bool) -> str:
         """Return the path that a substitution prints, or a mark."""
-        inner = raw[2:-1] if raw.startswith("$(") else raw[1:-1].replace("\\`", "`")
+        if raw.startswith("$("):
+            inner = raw[2:-1]
+        else:
+            # Between backquotes, a backquote of an inner substitution has a backslash.
+            inner = raw[1:-1].replace("\\`", "`")
         path = self._find_printed_path(inner)
         if path is None:
             return self._mark(raw)

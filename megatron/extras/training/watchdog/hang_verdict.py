@@ -1,9 +1,10 @@
 """Comparison of the states of all ranks that answer, to find those that the others wait for."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron.parallel.rank_state import RankState
+from megatron.parallel.roll_call import find_rare
 
 _SHOWN = 8
 """Largest number of ranks that a verdict describes."""
@@ -60,22 +61,6 @@ def describe_states(
     return lines
 
 
-def describe_places(places: Mapping[int, Sequence[str]], names: Sequence[str]) -> list[str]:
-    """Return a line for each rank that sends another message than most, and one for the others.
-
-    Args:
-        places: Rank -> the function and the line of code at which it sends.
-        names: The names of all ranks.
-    """
-    rare = _find_rare(places, lambda rank: places[rank][0])
-    lines = [f"{names[rank]} is at {places[rank][1]}" for rank in rare[:_SHOWN]]
-    others = Counter(places[rank][1] for rank in places if rank not in rare)
-    # Without a majority, this line has all ranks.
-    for place, count in others.most_common():
-        lines.append(f"{count} of the other ranks are at {place}")
-    return lines
-
-
 def _find_mixed_up(states: Mapping[int, RankState]) -> dict[int, str]:
     """Return the ranks that started another operation than most at a number that all have reached.
 
@@ -92,7 +77,7 @@ def _find_mixed_up(states: Mapping[int, RankState]) -> dict[int, str]:
             # The ranks may send different sizes in an exchange of all with all.
             if any("all_to_all" in operation for operation in own.values()):
                 continue
-            rare = _find_rare(own, own.__getitem__)
+            rare = find_rare(own, own.__getitem__)
             if rare:
                 return {
                     rank: f"its collective number {number} of group {group} is {own[rank]}"
@@ -112,7 +97,7 @@ def _find_busy(states: Mapping[int, RankState]) -> dict[int, str]:
 
 def _find_other_phase(states: Mapping[int, RankState]) -> dict[int, str]:
     """Return the ranks that are in another phase than the others, as after a skipped collective."""
-    rare = _find_rare(states, lambda rank: states[rank].phase)
+    rare = find_rare(states, lambda rank: states[rank].phase)
     return dict.fromkeys(rare, "the others are in another phase")
 
 
@@ -149,7 +134,7 @@ def _find_other_operation(states: Mapping[int, RankState]) -> dict[int, str]:
             for rank, state in states.items()
             if group in state.collectives
         }
-        rare = _find_rare(own, own.__getitem__)
+        rare = find_rare(own, own.__getitem__)
         if rare:
             return {rank: f"its last collective of group {group} is {own[rank]}" for rank in rare}
     return {}
@@ -157,15 +142,5 @@ def _find_other_operation(states: Mapping[int, RankState]) -> dict[int, str]:
 
 def _find_elsewhere(states: Mapping[int, RankState]) -> dict[int, str]:
     """Return the ranks that are at another line of code than the others."""
-    rare = _find_rare(states, lambda rank: states[rank].at)
+    rare = find_rare(states, lambda rank: states[rank].at)
     return dict.fromkeys(rare, "the others are at another line")
-
-
-def _find_rare(ranks: Mapping[int, object], key: Callable[[int], Hashable]) -> list[int]:
-    """Return the ranks whose key is rarer than the most common one. There may be none."""
-    counts = Counter(key(rank) for rank in ranks)
-    most = max(counts.values(), default=0)
-    rare = [rank for rank in sorted(ranks) if counts[key(rank)] < most]
-    # With several rare keys, the ranks that wait may be among them.
-    fewest = min(counts.values(), default=0)
-    return [rank for rank in rare if counts[key(rank)] == fewest]
