@@ -2,7 +2,7 @@
 
 The conversations have the marks of the run's own ones. Two tokens of each say its number, so the
 reference finds the conversations of a sample in its ids alone, and takes their bounds, positions
-and masks from what was written. It reads no mark that the copy's data have passed on.
+and masks from what was written. It does not read the marks in the samples of the copy.
 """
 
 from collections.abc import Iterator, Sequence
@@ -69,7 +69,7 @@ class Conversations:
             stored = self._by_number.get(tuple(sample[at + 1 : at + 3].tolist()))
             starts.append(at)
             if stored is None or not _begins_with(sample[at:], stored):
-                # Only padding may be left. A sample of padding alone is none of conversations.
+                # Only padding may be left. A sample of padding alone has no conversations.
                 return None if sample[at:].any() or len(starts) == 1 else (starts, counted)
             counted[at : at + len(stored)] = stored >= 0
             at += len(stored)

@@ -74,7 +74,7 @@ def make_short(
 
 
 def _shorten(value: Any, ids: dict[str, str], key: str = "", *, keep_numbers: bool) -> Any:
-    """Return a value with other texts. What a template may ask about stays."""
+    """Return a value with other texts. What a template may test stays the same."""
     if isinstance(value, dict):
         return {k: _shorten(each, ids, k, keep_numbers=keep_numbers) for k, each in value.items()}
     if isinstance(value, list):
@@ -84,7 +84,7 @@ def _shorten(value: Any, ids: dict[str, str], key: str = "", *, keep_numbers: bo
     if not isinstance(value, str) or key in ("role", "type"):
         return value
     if key in _IDS:
-        # Some templates ask for a length. A short id may be a part of other texts.
+        # Some templates test the length. A short id may be a part of other texts.
         same = len(value) < _SHORT_ID
         return ids.setdefault(value, value if same else f"Q{len(ids)}Z".ljust(len(value), "7"))
     if "</think>" in value:
@@ -147,7 +147,7 @@ def _find_prompts(
         return Turn((*gaps, *filter(None, [asked])), False)
     # The end of the message before is no part of the prompt that is looked for.
     begin = measure_common(special, asked, alone)
-    # The role's header is what each answer has of its prompt.
+    # Each answer has at least the role's header of its prompt.
     size = min((measure_same(asked, gap) for gap in gaps), default=0)
     if size < len(asked) and all(size < len(gap) for gap in gaps):
         line = asked.rfind("\n", begin, size) + 1
@@ -233,6 +233,6 @@ def measure_common(special: re.Pattern[str], one: str, other: str) -> int:
 
 def measure_same(one: str, other: str) -> int:
     """Return how many characters are the same at the beginning of two texts."""
-    # Both are short, but for the message about a template that changes texts.
+    # Both are short, except for the message about a template that changes texts.
     size = min(len(one), len(other))
     return next((at for at in range(size) if one[at] != other[at]), size)

@@ -80,8 +80,8 @@ class CapturedRunner:
         self._needs_gradients = has_eager_steps
         """Whether a pass beside all gradients needs memory that no step has used yet."""
         self._warm: Any = None
-        """What `_describe` returned for the latest step that was eager to prepare a recording, and
-        whether it had several microbatches."""
+        """What `_describe` returned for the latest step that prepares a recording, and whether
+        it had several microbatches."""
         self._graphs: _Graphs | None = None
 
     @property
@@ -169,7 +169,7 @@ class CapturedRunner:
     def _give_up(self, why: str) -> bool:
         self._given_up = True
         self._drop_graphs()
-        self._log(f"warning: --cuda-graph: microbatches run without graphs, because of {why}")
+        self._log(f"warning: --cuda-graph: microbatches run without graphs: {why}")
         return False
 
     def _drop_graphs(self) -> None:

@@ -41,7 +41,7 @@ def _update_block(
     from_gradient: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Update the first `limit` of a block of elements, which the addresses are those of."""
+    """Update the first `limit` elements of the block at these addresses."""
     offset = tl.arange(0, block)
     present = offset < limit
     shrink = tl.load(numbers)
