@@ -227,6 +227,7 @@ def _attend_with_mask(
     The backward pass computes each block again, so the weights of one block are in memory.
     """
     samples, heads, queries, _ = query.shape
+    # The last query is at the position of the last key.
     before = key.shape[2] - queries
     # The product of all heads at once needs a key for each head.
     repeats = heads // key.shape[1]

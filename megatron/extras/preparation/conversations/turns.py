@@ -109,6 +109,7 @@ def see_turn(render: Try, special: re.Pattern[str], short: Sequence[Message], to
     ) -> str | None:
         """Return the text from the end of a message to the beginning of another one."""
         found = render(messages, tools, prompt=prompt)
+        # A template may leave out the message at which the text should end.
         if found is None or end not in (None, *found[1]):
             return None
         text, places = found
@@ -122,6 +123,7 @@ def see_turn(render: Try, special: re.Pattern[str], short: Sequence[Message], to
     # With and without the text that asks for an answer.
     asked = cut(context, at - 1, None, prompt=True)
     alone = cut(context, at - 1, None)
+    # A plain answer at the end of a conversation, and one before another question.
     plain = [cut([*context, _ANSWER, *after], at - 1, at) for after in ([], [_QUESTION])]
     prompts = _find_prompts(special, asked, alone, [gap for gap in plain if gap is not None])
     # Some templates refuse a question after a call.
@@ -150,6 +152,7 @@ def _find_prompts(
     # Each answer has at least the role's header of its prompt.
     size = min((measure_same(asked, gap) for gap in gaps), default=0)
     if size < len(asked) and all(size < len(gap) for gap in gaps):
+        # The header ends at a line break, or at a special token if it has one line.
         line = asked.rfind("\n", begin, size) + 1
         size = line or max([0, *(each.end() for each in special.finditer(asked, begin, size))])
     header = asked[begin : max(begin, size)]
@@ -174,6 +177,7 @@ def find_start(text: str, turn: Turn, window: Window, found: Sequence[int]) -> i
             start = at + len(prompt)
             if turn.is_asked or start >= first:
                 return start
+            # If the template writes no prompt, white space before the answer does not count.
             return first - len(text[start:first].lstrip())
     return None
 
@@ -219,6 +223,7 @@ def find_end(
     rest = inner if is_last else special.sub("", other)
     if turn.last is None or rest[size:].strip():
         return None
+    # White space at the end of a turn does not count.
     own = inner[:size].rstrip()
     return max(window[0], (begin + len(own)) * bool(own))
 

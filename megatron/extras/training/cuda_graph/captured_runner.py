@@ -74,6 +74,7 @@ class CapturedRunner:
         self._log = log
         self._parameters = list(model.parameters())
         self._linears = [each for each in model.modules() if hasattr(each, "products")]
+        # Hooks that exist now are part of each step. Later ones belong to single steps.
         self._hooks = self._count_hooks()
         self._is_paused = False
         self._given_up = False
@@ -112,6 +113,7 @@ class CapturedRunner:
             with self._share_memory(inputs[0]):
                 return self._eager.run(inputs, factor, train=False)
         wanted = self._describe(inputs[0])
+        # Only one size has graphs, because each size would need gradients in memory of its own.
         if self._graphs is not None and self._graphs.wanted != wanted:
             self._drop_graphs()
         if self._count_hooks() != self._hooks or not self._can_record(inputs[0]):
@@ -125,6 +127,7 @@ class CapturedRunner:
             # The later microbatches have had all gradients beside their activations.
             self._needs_gradients &= not adds
             return self._run_eagerly(inputs, factor)
+        # This is the second step with these sizes, or a later one.
         if not self._prepare_graphs(inputs, wanted):
             return self._run_eagerly(inputs, factor)
         assert self._graphs is not None, "graphs were prepared"
@@ -134,7 +137,9 @@ class CapturedRunner:
         """Return what must be equal for a graph to be right, apart from what is copied."""
         shapes = [getattr(inputs, name) for name in _TENSORS]
         sizes = tuple(None if each is None else each.shape for each in shapes)
+        # A layer whose weight is in float8 calls other operators.
         in_float8 = [each.products is not None for each in self._linears]
+        # A graph reads the parameters at these addresses.
         return sizes, in_float8, [parameter.data_ptr() for parameter in self._parameters]
 
     def _can_record(self, inputs: Inputs) -> bool:
@@ -288,6 +293,7 @@ class _Graphs:
             assert graph is not None, "the graph of the later microbatches was recorded"
             foreach_copy_(self._fixed, [getattr(microbatch, name) for name in self._copied])
             graph()
+            # The next repetition overwrites the loss.
             total += self._loss / len(inputs)
             graph = self._others
         return total
