@@ -32,7 +32,7 @@ REPLACED = {
     "Asked": "ConfigWithOrigin",
     "Chunk": "TensorShard",
     "Course": "Lineage",
-    "Moment": "DropoutKey",
+    "Moment": "dropout_key",
     "cut_dim": "shard_dim",
 }
 """Class or attribute that was renamed -> its present name."""

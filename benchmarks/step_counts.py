@@ -1,4 +1,4 @@
-"""Count what a training step asks of the host and of the memory, without a GPU.
+"""Count the calls, launches and bytes of a training step, without a GPU.
 
     python benchmarks/step_counts.py                        calls and launches of GPT-2
     python benchmarks/step_counts.py --shape gpt2 nanochat  further shapes of step_time.py

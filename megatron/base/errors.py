@@ -86,7 +86,7 @@ def combine_errors(errors: Sequence[str]) -> ConfigError:
 
 
 def leave_out_middle(text: str) -> str:
-    """Return a message without its middle if it is too long. The end has the rule."""
+    """Return a message without its middle if it is too long. Its end has the rule, and is kept."""
     if len(text) <= LONGEST_MESSAGE:
         return text
     half = LONGEST_MESSAGE // 2

@@ -225,7 +225,7 @@ class Engine(Protocol):
 
         Args:
             microbatches: This rank's microbatches, in order.
-            iteration: The 1-based iteration, which seeds dropout.
+            iteration: The 1-based iteration. Masks of dropout depend on it.
             lr: The learning rate of this step.
             decoupled_lr: The rate of the word embedding and the output matrix. None: `lr`.
             with_layer_statistics: Fill `StepResult.layers`.

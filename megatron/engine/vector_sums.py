@@ -23,7 +23,7 @@ class VectorSums:
         for vector in vectors:
             # The gradient of a microbatch is in 16 bits, and that of a step in fp32.
             vector.grad_dtype = None
-        # Only the memory is needed. Graphs that were captured write to the same addresses.
+        # Only the memory is needed. CUDA graphs that were recorded write to the same addresses.
         self._sums = torch.cat([vector.detach() for vector in vectors]).float()
         self._parts = self._sums.split([vector.numel() for vector in vectors])
 

@@ -34,7 +34,8 @@ def attend(
 ) -> Tensor:
     """Call PyTorch's attention, which chooses between flash and other kernels.
 
-    With dropout, products and a softmax compute the same. Kernels draw masks of their own.
+    With dropout, products and a softmax compute the same, because these kernels draw masks of their
+    own.
 
     Args:
         query: [b, n, queries, d].
@@ -227,6 +228,7 @@ def _attend_with_mask(
     The backward pass computes each block again, so the weights of one block are in memory.
     """
     samples, heads, queries, _ = query.shape
+    # The last query is at the position of the last key.
     before = key.shape[2] - queries
     # The product of all heads at once needs a key for each head.
     repeats = heads // key.shape[1]
@@ -263,7 +265,7 @@ def _attend_to_block(
     if dtype == torch.float16:
         # Scores may be too large for it.
         query, key = query.float(), key.float()
-    # A query has fewer elements than its logits.
+    # The queries have fewer elements than the scores.
     logits = (query / math.sqrt(query.shape[3]) @ key.transpose(2, 3)).float()
     if bias is None:
         later = torch.ones(logits.shape[2:], dtype=torch.bool, device=query.device)

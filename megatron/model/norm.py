@@ -82,8 +82,8 @@ class LayerNorm(nn.Module):
             and not torch.compiler.is_compiling()
         ):
             return _apex_layer_norm(x, weight, bias, weight.shape, self.eps)
-        # PyTorch's kernel keeps mean and variance in fp32 for half-precision inputs. This is what
-        # `F.layer_norm` calls, without what it asks in each call.
+        # PyTorch's kernel keeps mean and variance in fp32 for half-precision inputs. `F.layer_norm`
+        # calls the same kernel, after tests in Python that are not needed here.
         return torch.layer_norm(x, weight.shape, weight, bias, self.eps)
 
 

@@ -69,12 +69,13 @@ def draw_mask(
     seed, iteration, start = dropout_key.tolist()
     key = np.array((seed, 0), dtype=np.int64).view(np.uint64)
     for number, rows in enumerate(by_sample, start + sample):
+        # Between two ranges of rows are those of other ranks, so each range has its own counter.
         for at in range(0, len(rows), length):
             block = (first + at // length * step) * blocks
             # NumPy counts up before it computes a block.
             counter = np.array((block, int(site), number, iteration), dtype=np.uint64)
             philox = np.random.Philox(key=key, counter=counter)
-            # A block is four words of 64 bits, and each word has four numbers.
+            # Little-endian on each machine, so that the lowest bits of a word come first.
             drawn = philox.random_raw(length * blocks * 4).view("<u2").reshape(length, -1)
             drawn = drawn[:, column : column + rows.shape[1]]
             np.greater_equal(drawn, np.uint16(threshold), out=rows[at : at + length])

@@ -189,8 +189,8 @@ class Exits:
     def warn_about_slow_step(self, iteration: int, seconds: float) -> None:
         """Warn if a launcher may end the ranks before a step and the save after it are complete.
 
-        There is one warning of each kind. The first step may have compiled the model, so that one
-        of a launch is left out.
+        There is one warning at most. The first step of a launch is left out, because it may have
+        compiled the model.
         """
         self._steps += 1
         if seconds <= _SLOW_SECONDS or self._steps == 1 or self._warned_slow:

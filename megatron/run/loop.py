@@ -311,8 +311,8 @@ def wait_for_data(run: Run, *, skips: bool) -> None:
         for note in run.sources.take_notes():
             run.reporter.log(note)
     sizes = (batch_size, run.plan.get_seq_length(state.iteration + 1))
-    # A batch that was read ahead follows the last one and has its sizes.
-    # Its votes are in the numbers of the last step.
+    # A batch that was read ahead follows the last one and has its sizes. If a step is queued, the
+    # ranks' votes on this batch are not read yet.
     is_ahead = run.queued is None and run.exits.has_batch and sizes == run.sizes_ahead
     run.sizes_ahead = None if skips else sizes
     if train is not None and not skips and not is_ahead:

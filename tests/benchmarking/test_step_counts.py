@@ -1,4 +1,4 @@
-"""Limits of what a step asks of the host, counted by benchmarks/step_counts.py.
+"""Limits of the calls and launches of a step, counted by benchmarks/step_counts.py.
 
 The counts were made with Python 3.11 and torch 2.13. Other versions make other calls.
 """

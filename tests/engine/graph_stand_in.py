@@ -1,4 +1,4 @@
-"""A recorder that stands in for CUDA graphs on a CPU.
+"""A recorder that takes the place of CUDA graphs on a CPU.
 
 It records the operators of a function with the tensors that they read and write, and repeats them
 with the same memory. As on a GPU, no Python of the function runs again, and numbers that are not in

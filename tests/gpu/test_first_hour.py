@@ -285,7 +285,7 @@ def test_limits_are_within_the_time_of_a_command(
     assert sum(step.seconds for step in steps) <= budget
     # A step needs some time to end, and the report is copied.
     assert budget <= SECONDS_OF_A_COMMAND - 25
-    # A lease of 900 s also has the start of the machine, the copies, and an idle wait.
+    # 900 s must also suffice for the start of the machine, the copies, and an idle wait.
     assert first_hour.BUDGETS[1] + first_hour.BUDGETS[2] <= 750
     titles = [step.title for step in steps]
     assert len({*titles}) == len(titles)

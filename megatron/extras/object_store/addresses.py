@@ -141,7 +141,7 @@ def open_source(path: str | os.PathLike[str]) -> Iterator[CheckpointSource]:
         try:
             yield source
         except MegatronError as error:
-            # The temporary folder means nothing to people.
+            # Users do not know the temporary folder.
             error.args = (source.show(str(error)),)
             raise
 

@@ -52,7 +52,7 @@ They are those that botocore (`retries/standard.py`, `data/_retry.json`) and the
 `ExpiredToken` is not among them, although MinIO's client repeats it: a renewal may take hours.
 """
 _TEMPORARY_STATUS = {408, 429, 499, 500, 502, 503, 504, 509, 520}
-"""States of HTTP after which these clients repeat a request, whatever its code."""
+"""Status codes of HTTP after which these clients repeat a request, whatever its code."""
 _EXPIRED = {"ExpiredToken", "TokenRefreshRequired", "RequestExpired"}
 _REFUSED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "403"}
 _MISSING = {"NoSuchKey", "NoSuchUpload", "404"}

@@ -1,8 +1,8 @@
 """Downloads the blocks of a checkpoint's files that hold the needed parts of tensors.
 
 They go into files that have no content elsewhere. The loader reads them from there, and compares
-each block with its digest. `name_damage` then names the object. A copy is only a cache: what is
-damaged there is read again, and only an object that is damaged itself is called so.
+each block with its digest. `name_damage` then names the object. A copy is only a cache. What is
+damaged there is downloaded again. An error names an object only if the object itself is damaged.
 """
 
 import contextlib

@@ -65,7 +65,7 @@ BYTES_LIMIT = 4 * 2**20
 SOURCED_LIMIT = 30
 """Number of files that a script may read with `source`."""
 FOLDERS_UP = 2
-"""A file in this many folders above that of the script is still read. It is the same project."""
+"""Levels above the script's folder in which a file is still read. It counts as the same project."""
 WORKING_FOLDER = re.compile(r"(\$\(pwd\)|`pwd`)/")
 
 

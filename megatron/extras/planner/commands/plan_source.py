@@ -182,7 +182,7 @@ def _describe_assumptions(found: LaunchScript, script: Path) -> Iterator[str]:
     """Yield how the contained shell read a script, and what it assumed."""
     yield f"{script} is read with its branches and loops, in a shell that runs no command."
     if found.sourced:
-        yield f"with it are read the files that it sources: {format_some(found.sourced)}."
+        yield f"the script is read with files that it sources: {format_some(found.sourced)}."
     if found.assumed_files:
         yield (
             f"{_show(found.assumed_files)}: assumed to exist, because the script ends without it."
@@ -228,7 +228,7 @@ def _assume_vocabulary(source: CommandSource, script: Path) -> CommandSource:
         return source
     warning = (
         f"the tokenizer {file} is not on this machine: assuming the published vocabulary of "
-        f"{found[0]} ({found[1]}) by the name of {script.name}; give --vocab-size N for another "
+        f"{found[0]} ({found[1]}), as {script.name} suggests; give --vocab-size N for another "
         "size."
     )
     return replace(
@@ -293,7 +293,7 @@ def _describe_unread(command: LaunchScript) -> Iterator[str]:
     if command.unread:
         yield (
             f"files that the script sources were not read: {_show(command.unread)}. A file is read "
-            "if it lies near the script. Give the variables that it sets with --script-args "
+            "if it lies near the script. Give what it sets with --script-args "
             "'NAME=VALUE', or the flags after the script."
         )
 

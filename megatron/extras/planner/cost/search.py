@@ -190,7 +190,8 @@ def _list_stage_choices(
     choices = [(1, partition) for partition in partitions]
     layers = space.shape.config.num_layers
     # Interleaved 1F1B needs rounds of the same size, and virtual stages of the same size.
-    # With the embedding and the output layer as layers, they are tried for those that ask for it.
+    # Virtual stages that count the embedding and the output layer are tried only if the
+    # configuration asks for this partition.
     method = "uniform"
     if space.partition == BALANCED_ENDS:
         layers += 2

@@ -376,8 +376,8 @@ class _Tensors:
         # Without a kernel, torch computes in fp32 for half precision too.
         square = rows * self._config.seq_length
         if self._in_blocks:
-            # Keys and values are copied for each query head. Of several blocks, nothing is kept,
-            # and one block keeps queries, probabilities, and what dropout leaves of these.
+            # Keys and values are copied for each query head. With several blocks, nothing is kept.
+            # A single block keeps queries, and probabilities before and after dropout.
             grouped = self._shape.query_groups < self._config.num_attention_heads
             one = 4 * square <= LOGIT_CHUNK_BYTES
             return 2 * self._q * grouped + one * ((4 + self.value) * square + self._q)

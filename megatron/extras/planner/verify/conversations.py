@@ -2,7 +2,7 @@
 
 The conversations have the marks of the run's own ones. Two tokens of each say its number, so the
 reference finds the conversations of a sample in its ids alone, and takes their bounds, positions
-and masks from what was written. It reads no mark that the copy's data have passed on.
+and masks from what was written. It does not read the marks in the samples of the copy.
 """
 
 from collections.abc import Iterator, Sequence

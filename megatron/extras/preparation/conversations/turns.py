@@ -74,7 +74,7 @@ def make_short(
 
 
 def _shorten(value: Any, ids: dict[str, str], key: str = "", *, keep_numbers: bool) -> Any:
-    """Return a value with other texts. What a template may ask about stays."""
+    """Return a value with other texts. What a template may test stays the same."""
     if isinstance(value, dict):
         return {k: _shorten(each, ids, k, keep_numbers=keep_numbers) for k, each in value.items()}
     if isinstance(value, list):
@@ -113,6 +113,7 @@ def see_turn(render: Try, special: re.Pattern[str], short: Sequence[Message], to
     ) -> str | None:
         """Return the text from the end of a message to the beginning of another one."""
         found = render(messages, tools, prompt=prompt)
+        # A template may leave out the message at which the text should end.
         if found is None or end not in (None, *found[1]):
             return None
         text, places = found
@@ -132,6 +133,7 @@ def see_turn(render: Try, special: re.Pattern[str], short: Sequence[Message], to
     # With and without the text that asks for an answer.
     asked = cut(context, at - 1, None, prompt=True)
     alone = cut(context, at - 1, None)
+    # A plain answer at the end of a conversation, and one before another question.
     plain = [cut([*context, _ANSWER, *after], at - 1, at) for after in ([], [_QUESTION])]
     prompts = _find_prompts(special, asked, alone, [gap for gap in plain if gap is not None])
     # Some templates refuse a question after a call.
@@ -159,9 +161,10 @@ def _find_prompts(
         return Turn((*gaps, *filter(None, [asked])), False)
     # The end of the message before is no part of the prompt that is looked for.
     begin = measure_common(special, asked, alone)
-    # The role's header is what each answer has of its prompt.
+    # Each answer has at least the role's header of its prompt.
     size = min((measure_same(asked, gap) for gap in gaps), default=0)
     if size < len(asked) and all(size < len(gap) for gap in gaps):
+        # The header ends at a line break, or at a special token if it has one line.
         line = asked.rfind("\n", begin, size) + 1
         size = line or max([0, *(each.end() for each in special.finditer(asked, begin, size))])
     header = asked[begin : max(begin, size)]
@@ -186,6 +189,7 @@ def find_start(text: str, turn: Turn, window: Window, found: Sequence[int]) -> i
             start = at + len(prompt)
             if turn.is_asked or start >= first:
                 return start
+            # If the template writes no prompt, white space before the answer does not count.
             return first - len(text[start:first].lstrip())
     return None
 
@@ -233,6 +237,7 @@ def find_end(
         rest = special.sub("", other)
     if turn.last is None or rest[size:].strip():
         return None
+    # White space at the end of a turn does not count.
     own = inner[:size].rstrip()
     return max(window[0], (begin + len(own)) * bool(own))
 
@@ -247,6 +252,6 @@ def measure_common(special: re.Pattern[str], one: str, other: str) -> int:
 
 def measure_same(one: str, other: str) -> int:
     """Return how many characters are the same at the beginning of two texts."""
-    # Both are short, but for the message about a template that changes texts.
+    # Both are short, except for the message about a template that changes texts.
     size = min(len(one), len(other))
     return next((at for at in range(size) if one[at] != other[at]), size)

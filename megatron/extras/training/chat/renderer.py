@@ -16,7 +16,7 @@ from typing import Any
 from megatron.base.errors import DataError
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-"""What surrounds the text of a generation block. No text has these two, which are no characters."""
+"""What surrounds the text of a generation block: two code points that Unicode gives to no text."""
 _START_SECONDS = 60.0
 """Longest time in which the process must start."""
 
@@ -70,7 +70,7 @@ class TemplateProcess:
             RenderError: The template failed, took too long, or ended the process.
         """
         with self._lock:
-            # The process may have been killed since the last request, for want of memory.
+            # The process may have been killed since the last request, because memory was short.
             try:
                 self._channel.send_bytes(json.dumps(request, default=str).encode())
             except OSError as error:
@@ -83,7 +83,7 @@ class TemplateProcess:
 
     def close(self) -> None:
         """End the process."""
-        # A comparison in C ends at nothing else.
+        # Nothing else ends a comparison in C.
         self._process.kill()
         self._process.wait()
         self._channel.close()

@@ -61,7 +61,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             SecurityError: The result may be too large.
         """
         is_product = all(isinstance(each, (int, float)) for each in (left, right))
-        # A text times a number, or a power, fills the memory. The message says which one it is.
+        # A text times a number, or a power, can fill the memory. The message names the operator.
         if operator == "**" or (operator == "*" and not is_product):
             raise SecurityError(f"the operator {operator} is not allowed for such values")
         if operator == "%" and isinstance(left, str):
@@ -80,7 +80,7 @@ def _compile(source: str) -> Template:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
-    # One date for all conversations, also if a day ends meanwhile.
+    # One date for all conversations, also if a day ends during the work.
     environment.globals["strftime_now"] = datetime.datetime.now().strftime
     return environment.from_string(source)
 
@@ -136,7 +136,7 @@ def serve(channel: Connection) -> None:
     # Other systems than Linux may refuse this limit.
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-    # An interrupt of the terminal is for the program that asks.
+    # Ctrl-C in the terminal is handled by the program that asks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     templates: dict[int, Template] = {}
     channel.send_bytes(b"ready")
@@ -155,5 +155,5 @@ def serve(channel: Connection) -> None:
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
     serve(Connection(int(sys.argv[2])))
-    # Python would spend its time on the destruction of what templates have made.
+    # A normal exit would first free everything that templates have made.
     os._exit(0)

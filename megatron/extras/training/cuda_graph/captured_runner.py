@@ -74,14 +74,15 @@ class CapturedRunner:
         self._log = log
         self._parameters = list(model.parameters())
         self._linears = [each for each in model.modules() if hasattr(each, "products")]
+        # Hooks that exist now are part of each step. Later ones belong to single steps.
         self._hooks = self._count_hooks()
         self._is_paused = False
         self._given_up = False
         self._needs_gradients = has_eager_steps
         """Whether a pass beside all gradients needs memory that no step has used yet."""
         self._warm: Any = None
-        """What `_describe` returned for the latest step that was eager to prepare a recording, and
-        whether it had several microbatches."""
+        """What `_describe` returned for the latest step that prepares a recording, and whether
+        it had several microbatches."""
         self._graphs: _Graphs | None = None
 
     @property
@@ -112,6 +113,7 @@ class CapturedRunner:
             with self._share_memory(inputs[0]):
                 return self._eager.run(inputs, factor, train=False)
         wanted = self._describe(inputs[0])
+        # Only one size has graphs, because each size would need gradients in memory of its own.
         if self._graphs is not None and self._graphs.wanted != wanted:
             self._drop_graphs()
         if self._count_hooks() != self._hooks or not self._can_record(inputs[0]):
@@ -125,6 +127,7 @@ class CapturedRunner:
             # The later microbatches have had all gradients beside their activations.
             self._needs_gradients &= not adds
             return self._run_eagerly(inputs, factor)
+        # This is the second step with these sizes, or a later one.
         if not self._prepare_graphs(inputs, wanted):
             return self._run_eagerly(inputs, factor)
         assert self._graphs is not None, "graphs were prepared"
@@ -136,6 +139,7 @@ class CapturedRunner:
         sizes = tuple(None if each is None else each.shape for each in shapes)
         # A run turns float8 on at an iteration, and has other kernels from then on.
         in_float8 = [each.products is not None for each in self._linears]
+        # A graph reads the parameters at these addresses.
         return sizes, in_float8, [parameter.data_ptr() for parameter in self._parameters]
 
     def _can_record(self, inputs: Inputs) -> bool:
@@ -170,7 +174,7 @@ class CapturedRunner:
     def _give_up(self, why: str) -> bool:
         self._given_up = True
         self._drop_graphs()
-        self._log(f"warning: --cuda-graph: microbatches run without graphs, because of {why}")
+        self._log(f"warning: --cuda-graph: microbatches run without graphs: {why}")
         return False
 
     def _drop_graphs(self) -> None:

@@ -74,6 +74,7 @@ class CudaGraphRecorder:
         """Compare with the peak of the steps until now. See `GraphRecorder.find_shortage`."""
         needed = int(torch.cuda.max_memory_allocated(self._device) * (1 + _MARGIN)) + added
         free, _ = torch.cuda.mem_get_info(self._device)
+        # The memory that torch has reserved belongs to this process, so graphs may use it.
         available = free + torch.cuda.memory_reserved(self._device)
         if needed <= available:
             return ""
@@ -104,8 +105,10 @@ class CudaGraphRecorder:
 
     def _describe(self, error: BaseException, run: Callable[[], None], before: Any) -> str:
         """Return the first error, and the operator at which another recording ends."""
+        # The first error is the cause. Later ones come from the end of the recording.
         while error.__context__ is not None:
             error = error.__context__
+        # The failed recording does not know its operator. Another one stops at the same place.
         operators = _LatestOperator()
         try:
             with operators:
@@ -119,6 +122,7 @@ class CudaGraphRecorder:
         """Allocate in the pool of the graphs. See `GraphRecorder.share_memory`."""
         # A backward pass allocates on threads of its own, and so not in the pool. Its tensors are
         # small in comparison with what a forward pass keeps.
+        # Both streams wait for each other, because they read the same weights and gradients.
         before = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(before)
         with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool):

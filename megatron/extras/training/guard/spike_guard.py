@@ -73,7 +73,7 @@ class StepLimits:
     """Range of the loss if the gradient norm is within its range."""
     grad_norm: tuple[float, float]
     loss_otherwise: tuple[float, float]
-    """Range of the loss if the gradient norm is not. No loss is between inf and -inf."""
+    """Range of the loss if the gradient norm is not. (inf, -inf) accepts no loss."""
 
     def accept(self, loss: Any, grad_norm: Any) -> Any:
         """Return whether a step may change the weights, for two numbers or two scalar tensors."""

@@ -41,7 +41,7 @@ def _update_block(
     from_gradient: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Update the first `limit` of a block of elements, which the addresses are those of."""
+    """Update the first `limit` elements of the block at these addresses."""
     offset = tl.arange(0, block)
     present = offset < limit
     shrink = tl.load(numbers)
@@ -53,12 +53,15 @@ def _update_block(
     m = tl.load(first + offset, mask=present, other=0.0).to(tl.float32)
     v = tl.load(second + offset, mask=present, other=0.0).to(tl.float32)
     zero = tl.zeros((block,), dtype=tl.float32)
+    # This is `lerp` of torch: from m to g, or from g to m if the weight is at least one half.
     m = tl.fma(weight1 + zero, g - m, g if from_gradient else m)
     v = tl.fma(rest2 * g, g, v * beta2)
+    # Triton's own division and root may be approximations. These two round as a CPU does.
     w -= tl.div_rn(step_size * m, tl.div_rn(tl.sqrt_rn(v), root + zero) + eps)
     tl.store(weight + offset, w, mask=present)
     tl.store(first + offset, m.to(first.dtype.element_ty), mask=present)
     tl.store(second + offset, v.to(second.dtype.element_ty), mask=present)
+    # A run in fp32 has no copies, and neither have weights whose place float8 values take.
     if has_copy:
         tl.store(copy + offset, w.to(copy.dtype.element_ty), mask=present)
 
@@ -96,6 +99,7 @@ def update(
     program = tl.program_id(0)
     owner = tl.load(owners + program).to(tl.int64)
     row = table + owner * columns
+    # Column 5 has the number of elements, and column 6 the number of the first program.
     start = (program - tl.load(row + 6)) * block
     left = tl.load(row + 5) - start
     weight = _find(row, start, tl.float32, aligned)
@@ -189,6 +193,7 @@ def launch(
         _DTYPES[copies[0].dtype] if copies else tl.float32,
         aligned,
         BLOCK,
+        # The compiler must not contract a product and a sum. The CPU's operator does not.
         enable_fp_fusion=False,
     )
 
@@ -201,6 +206,7 @@ def _make_table(
     blocks = _count_blocks(sizes)
     starts = blocks.cumsum(0) - blocks
     table = torch.stack([*map(torch.tensor, addresses), torch.tensor(sizes), starts], dim=1)
+    # Only aligned addresses let the compiler move 16 bytes at once.
     aligned = all(address % 16 == 0 for column in addresses for address in column)
     return _upload(table, device), aligned
 

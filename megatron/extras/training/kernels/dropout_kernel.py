@@ -17,6 +17,7 @@ def _find_kept(key, threshold, site, sample, row, blocks, first_block, block: tl
     seed = tl.load(key).to(tl.uint64)
     iteration = tl.load(key + 1)
     zero = tl.zeros((block // 16,), dtype=tl.int64)
+    # The first block has the number 1, because NumPy counts up before it computes a block.
     number = row * blocks + first_block + 1 + tl.arange(0, block // 16)
     a, b, c, d = tl.philox(
         seed, number, zero + site, zero + sample + tl.load(key + 2), zero + iteration
@@ -24,6 +25,7 @@ def _find_kept(key, threshold, site, sample, row, blocks, first_block, block: tl
     # [blocks, 2, 2], in the order of the words.
     words = tl.join(tl.join(a, c), tl.join(b, d))
     words = tl.reshape(words, (block // 4, 1))
+    # A word of 64 bits has four numbers of 16 bits, the lowest bits first.
     lanes = (words >> (tl.arange(0, 4) * 16).to(tl.uint64)[None, :]) & 0xFFFF
     return tl.reshape(lanes, (block,)).to(tl.int32) >= threshold
 
@@ -52,6 +54,7 @@ def _drop(
     block: tl.constexpr,
 ):
     """Write residual + dropout(x), or which elements are kept."""
+    # A line is a row of one sample. Its place in memory depends on the order of the axes.
     # Offsets of large tensors exceed 32 bits.
     line = tl.program_id(0).to(tl.int64)
     if samples_first:

@@ -83,7 +83,7 @@ def _square_backward(grad, x, out, size, block: tl.constexpr):
     dtype = out.dtype.element_ty
     slope = tl.load(grad + index, mask=present, other=0.0).to(tl.float32)
     value = tl.load(x + index, mask=present, other=0.0).to(tl.float32)
-    # PyTorch rounds twice the value before the product. In fp16 it may be infinite.
+    # PyTorch rounds 2 x before the product, so in fp16 this may be infinite.
     slope *= (value + value).to(dtype).to(tl.float32)
     tl.store(out + index, tl.where(value <= 0, 0.0, slope).to(dtype), mask=present)
 

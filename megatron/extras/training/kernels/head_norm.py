@@ -130,8 +130,8 @@ def divide_projection(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values. See `RotateProjection`.
 
-    LayerNorm and norms over all heads are computed by PyTorch's operators, and norms that
-    torch.compile traces.
+    PyTorch's operators compute LayerNorm, norms over all heads, and norms that torch.compile
+    traces.
     """
     if query_norm is None or key_norm is None:
         return rotate_projection(qkv, cos, sin)

@@ -51,15 +51,18 @@ class LateEngine(NativeEngine):
                 stage.train()
         self._prepare_step(iteration, len(microbatches))
         factor: float | Tensor = self._get_scale() / len(microbatches)
+        # In fp16, the scale may depend on a step that the host has not read yet.
         if self._next_scale is not None:
             factor = (self._next_scale / len(microbatches)).float()
         with self._timers("forward-backward"):
             loss = self._run_microbatches(microbatches, iteration, factor)
+        # This reads the step before, so the rates of this update count it.
         settings = plan_update()
         # `plan_update` has read the step before, so the host knows the scale.
         self._next_scale = None
         read = None
         with self._timers("optimizer"):
+            # Without settings, the step before goes back to a checkpoint.
             if settings is not None:
                 read = self._queue_update(loss, settings, vote)
             self._drop_gradients()
@@ -75,6 +78,7 @@ class LateEngine(NativeEngine):
         scale = self._get_scale()
         # Everything below is queued. No number of the device is read.
         mean = terms[0]
+        # `_judge_step` computes the same on the host. Both must get the same bits.
         norm = terms[1].sqrt() / scale
         finite = mean.isfinite() & norm.isfinite()
         applied = finite
@@ -83,6 +87,7 @@ class LateEngine(NativeEngine):
         accept = settings.accept
         if accept is not None:
             applied = applied & accept(mean, norm)
+        # The factor is computed without a branch, because the host does not know the norm.
         factor = torch.ones_like(norm)
         if self._clip > 0:
             factor = torch.where(norm > self._clip, self._clip / (norm + 1e-6), factor)
@@ -104,6 +109,7 @@ class LateEngine(NativeEngine):
             *values, decided = read()
             result = self._judge_step(values, scale, accept, votes=True, counts=counts)
             assert result.applied == bool(decided), "host and device take the same decision"
+            # The optimizer counted the step when it was queued.
             if not result.applied:
                 # `step_if` has counted the step before anybody knew that it is dropped.
                 self._set_step_count(self._get_step_count() - 1)
@@ -114,6 +120,7 @@ class LateEngine(NativeEngine):
 
 def make_late(engine: type[NativeEngine]) -> Any:
     """Return a subclass of an engine with `queue_batch`."""
+    # The engine may be that of another extra, such as float8, so there is no fixed class for it.
     return type(f"Late{engine.__name__}", (LateEngine, engine), {})
 
 
@@ -121,6 +128,7 @@ def _start_copy(values: Tensor) -> Callable[[], list[float]]:
     """Start to copy numbers to the host. Return a function that waits for them."""
     if values.device.type != "cuda":
         return values.tolist
+    # A copy to memory that is not pinned would wait for the device.
     copied = torch.empty_like(values, device="cpu", pin_memory=True)
     copied.copy_(values, non_blocking=True)
     # A wait for the device would also wait for the microbatches of the next step.
