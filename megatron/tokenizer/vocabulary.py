@@ -233,22 +233,27 @@ def count_token_ids(config: TokenizerConfig) -> int | None:
 
 
 def check_same_vocab_size(config: TokenizerConfig, described: str) -> None:
-    """Check that the tokenizer's files have as many ids as `config.vocab_size`.
+    """Check that the tokenizer has as many ids as `config.vocab_size`.
 
     Args:
-        config: Settings of the tokenizer. Nothing is checked if its files are not on this machine.
+        config: Settings of the tokenizer. If its files are not on this machine, its published size
+            is compared. Nothing is checked if that is not known either.
         described: The size with its flag and origin, for the message.
 
     Raises:
         ConfigError: The numbers differ, or files that exist cannot be read.
     """
     size = count_token_ids(config)
-    if size is None or size == config.vocab_size:
-        return
     if config.has_two_files:
         name = f"--vocab-file {config.vocab_file}"
     else:
         name = f"--tokenizer-name-or-path {config.tokenizer_name_or_path}"
+        published = find_published_size(config.tokenizer_name_or_path or "")
+        if size is None and published is not None:
+            size = published[0]
+            name += f", which is not on this machine, as published ({published[1]}),"
+    if size is None or size == config.vocab_size:
+        return
     if config.pad_vocab_size_to is None:
         padding = ""
     else:

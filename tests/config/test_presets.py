@@ -18,6 +18,7 @@ from megatron.console.preset_table import build_preset_shape, format_preset_tabl
 from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
+from megatron.tokenizer.vocabulary import find_published_size
 
 BATCH = ["--micro-batch-size", "1", "--train-iters", "10", "--lr", "1e-3"]
 CORPUS = Path(__file__).resolve().parents[1] / "fixtures" / "openwebtext-100"
@@ -286,6 +287,25 @@ def test_a_tokenizer_of_another_size_is_an_error():
     assert "--vocab-size 5000 to train" in error
     (error,) = plan("--preset", "qwen3-0.6b", *TOKENIZER).errors
     assert "--vocab-size 5000 --pad-vocab-size-to None" in error
+
+
+def test_a_published_tokenizer_of_another_size_is_an_error():
+    tokenizer = ["--tokenizer-type", "PretrainedFromHF", "--tokenizer-name-or-path"]
+    (error,) = plan("--preset", "llama2-7b", *tokenizer, "meta-llama/Meta-Llama-3-8B").errors
+    assert "has 128256 ids, which is not --vocab-size 32000 (preset llama2-7b)" in error
+    assert "not on this machine" in error
+    assert plan("--preset", "llama2-7b", *tokenizer, "meta-llama/Llama-2-7b-hf").errors == ()
+
+
+def test_presets_have_the_published_sizes_of_their_tokenizers():
+    """Otherwise the plan of a preset refuses the preset's own tokenizer."""
+    known = 0
+    for name in list_preset_names():
+        published = find_published_size(name)
+        if published is not None:
+            known += 1
+            assert read_preset(name).values["tokenizer.vocab_size"].value == published[0], name
+    assert known > 20
 
 
 def test_the_advice_about_the_tokenizer_works():

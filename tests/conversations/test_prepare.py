@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +245,25 @@ def test_the_command_and_the_inspection(
     assert 0.8 < found["efficiency"] <= 1
     assert inspect_dataset.main([prefix, "--show", "1"]) != 0
     assert "needs the tokenizer" in capfd.readouterr().err
+
+
+def test_a_template_of_a_file_and_a_tokenizer_without_special_tokens(
+    folder: Path, tmp_path: Path
+) -> None:
+    source = write_conversations(tmp_path / "rows.jsonl", 4)
+    file = tmp_path / "own.jinja"
+    shutil.copy(folder / "chat_template.jinja", file)
+    job = ConversationJob((str(source),), str(tmp_path / "out"), make_config(folder))
+    lines: list[str] = []
+    prepare_conversations(replace(job, chat_template=str(file)), lines.append)
+    assert f"copy {file} to chat_template.jinja" in "\n".join(lines)
+    plain = tmp_path / "plain"
+    shutil.copytree(folder, plain)
+    contents = json.loads((plain / "tokenizer.json").read_text())
+    contents["added_tokens"] = []
+    (plain / "tokenizer.json").write_text(json.dumps(contents))
+    with pytest.raises(ConfigError, match="tokenizer has no special tokens"):
+        RowEncoder(replace(job, tokenizer=make_config(plain)))
 
 
 def test_an_interrupted_run_leaves_nothing_and_starts_again(folder: Path, tmp_path: Path) -> None:

@@ -439,6 +439,16 @@ def test_sixteen_processes_have_copies_of_tensor_ranks_and_stages(tmp_path: Path
     assert "several copies of the model" in reduce_plan(plan, tmp_path, 16).kept
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_experts_that_ranks_divide_are_named(ranks: int, tmp_path: Path) -> None:
+    flags = f"--num-experts 4 --expert-model-parallel-size {ranks}"
+    words = f"{MODEL} {ITERATIONS} {flags}".split()
+    plan, _ = resolve_command(VerifyArguments(world_size=2), words)
+    kept = reduce_plan(plan, tmp_path).kept
+    assert "data parallelism" in kept
+    assert ("experts that ranks divide" in kept) == (ranks == 2)
+
+
 def test_a_copy_of_more_than_8_processes_is_refused(tmp_path: Path) -> None:
     flags = (
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --hsdp-shard-size 2 "

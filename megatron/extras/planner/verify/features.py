@@ -98,7 +98,8 @@ def list_structures(groups: Groups) -> dict[str, frozenset[int]]:
 def compare_structures(run: Groups, copy: Groups) -> tuple[list[str], list[str]]:
     """Return the features of the run's groups that the copy's groups have, and those they lack.
 
-    If the run has several features for the same reason, only the first is returned.
+    If the run has several features for the same reason, only the first is returned. Experts that
+    ranks divide are always named if the copy has them, because users look for them.
     """
     has = list_structures(copy)
     kept: list[str] = []
@@ -106,7 +107,8 @@ def compare_structures(run: Groups, copy: Groups) -> tuple[list[str], list[str]]
     seen = set()
     for feature, ranks in list_structures(run).items():
         reason = (ranks, feature.startswith("more than"), feature in has)
-        if reason not in seen:
+        is_divided = feature == _GROUPS["experts"][0] and feature in has
+        if reason not in seen or is_divided:
             if feature in has:
                 kept.append(feature)
             else:

@@ -267,6 +267,10 @@ def prepare_conversations(job: ConversationJob, log: Callable[[str], None]) -> C
     encoder = RowEncoder(job)
     if job.chat_template is not None:
         encoder.load_template()
+        log(
+            f"note: tools/generate.py and exports use the template of the tokenizer's folder: copy "
+            f"{job.chat_template} to chat_template.jinja there"
+        )
     if note := encoder.describe_end():
         log(note)
     # The workers have processes of their own.

@@ -245,12 +245,18 @@ def read_special_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
     """Return the texts of a tokenizer's special tokens, and let texts have them.
 
     Raises:
-        ConfigError: The tokenizer has no places of tokens in a text.
+        ConfigError: The tokenizer is of another type, or has no special tokens.
     """
-    if not isinstance(tokenizer, HFTokenizer) or not tokenizer.backend.get_added_tokens_decoder():
+    advice = "examples/instruct/add_chat_tokens.py adds two of them and a template."
+    if not isinstance(tokenizer, HFTokenizer):
         raise ConfigError(
             "conversations need a tokenizer of the type PretrainedFromHF, whose tokenizer.json has "
-            "special tokens. examples/instruct/add_chat_tokens.py adds them and a template."
+            f"special tokens. {advice}"
+        )
+    if not tokenizer.backend.get_added_tokens_decoder():
+        raise ConfigError(
+            "the tokenizer has no special tokens (added_tokens of its tokenizer.json is empty), "
+            f"and a template of conversations writes such tokens. {advice}"
         )
     # The template writes special tokens as text.
     tokenizer.backend.encode_special_tokens = False
