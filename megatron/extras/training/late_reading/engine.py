@@ -56,7 +56,6 @@ class LateEngine(NativeEngine):
         with self._timers("forward-backward"):
             loss = self._run_microbatches(microbatches, iteration, factor)
         settings = plan_update()
-        self._next_scale = None
         read = None
         with self._timers("optimizer"):
             if settings is not None:
@@ -101,6 +100,8 @@ class LateEngine(NativeEngine):
         def finish() -> StepResult:
             *values, decided = read()
             result = self._judge_step(values, scale, accept, votes=True, counts=counts)
+            # A step that is not queued may change the scale before the next one that is.
+            self._next_scale = None
             assert result.applied == bool(decided), "host and device take the same decision"
             if not result.applied:
                 self._set_step_count(self._get_step_count() - 1)
