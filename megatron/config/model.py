@@ -14,6 +14,8 @@ NormPlacement = Literal["input", "output"]
 RopeScaling = Literal["linear", "llama3", "yarn"]
 RouterScore = Literal["softmax", "sigmoid"]
 Parametrization = Literal["standard", "mup", "completep"]
+DROPOUT_STEPS = 1 << 16
+"""A probability of dropout is rounded to a multiple of 1 / DROPOUT_STEPS."""
 
 
 @dataclass(frozen=True)

@@ -46,5 +46,7 @@ def find_address_mistake(address: str) -> str | None:
 
 def redact(text: str) -> str:
     """Return a text in which the users, passwords and queries of all URLs are replaced."""
-    text = re.sub(r"(\w://)[^\s/'\"]*@", r"\1***@", text)
+    # A password may have slashes, as secret keys of S3 do. A port is no password.
+    password = r"[^\s/'\":@]+:(?!\d+/)[^\s'\"]{0,300}"
+    text = re.sub(rf"(\w://)(?:[^\s/'\"]*|{password})@", r"\1***@", text)
     return re.sub(r"(\w://[^\s?'\"]*)\?[^\s'\"]+", r"\1?***", text)

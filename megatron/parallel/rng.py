@@ -22,10 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.config.model import DROPOUT_STEPS
+
 LANES = 16
 """Numbers of a block."""
-STEPS = 1 << 16
-"""A probability is a multiple of 1 / STEPS."""
+STEPS = DROPOUT_STEPS
 
 
 class MaskPlace(NamedTuple):

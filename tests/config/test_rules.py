@@ -400,6 +400,8 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         "--curriculum-root-degree 2 has no effect with --curriculum-schedule-type fixed_linear",
     ),
     ({"hidden_dropout": 1.0}, "--hidden-dropout 1.0 must be at least 0 and below 1."),
+    ({"hidden_dropout": 1e-6}, "--hidden-dropout 1e-06 would be rounded to 0: "),
+    ({"attention_dropout": 0.999999}, "--attention-dropout 0.999999 would be rounded to 1: "),
     ({"rotary_percent": 0.0}, "--rotary-percent 0.0 must be above 0 and at most 1."),
     ({"lr_warmup_fraction": 1.5}, "--lr-warmup-fraction 1.5 must be at least 0 and at most 1."),
     ({"lr_warmup_init": -1e-5}, "--lr-warmup-init -1e-05 must be at least 0."),

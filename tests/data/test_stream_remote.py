@@ -145,7 +145,10 @@ def test_the_cache_stays_below_its_limit(tmp_path: Path) -> None:
 
 
 def test_secrets_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert redact("s3://bucket/a@b") == "s3://bucket/a@b"
+    for url in ("s3://bucket/a@b", "http://host:9000/a@b", "https://host/a:b@c"):
+        assert redact(url) == url
+    # Many secret keys have a slash.
+    assert redact("s3://KEY:se/cr+et@bucket/run, s3://b") == "s3://***@bucket/run, s3://b"
     assert not has_secret("s3://bucket/folder")
     text = "at https://me:pw@x.org/a/b?token=abc and (url=URL('http://y/z?key=abc'))"
     assert redact(text) == "at https://***@x.org/a/b?*** and (url=URL('http://y/z?***'))"

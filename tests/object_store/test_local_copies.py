@@ -1,6 +1,7 @@
 """The local folders and staging folders of hosts: what the store says always wins."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -10,9 +11,13 @@ from object_store.jobs import Stored
 from object_store.one_process import PlayedRun, check_load
 
 from megatron.base.errors import CheckpointError
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.extras.object_store import objects
+from megatron.extras.object_store.mirror import STAGING
 from megatron.extras.object_store.objects import ObjectFolder
+from megatron.extras.object_store.store import LoadedStore
 from megatron.extras.operations.commands import rollback
+from megatron.parallel.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("one_client")
 NO_RECORDS = ["--tensorboard-dir", "nowhere", "--metrics-file", "nowhere"]
@@ -162,6 +167,27 @@ def test_runs_that_share_a_staging_folder(address: str, tmp_path: Path) -> None:
     assert runs[0].store._claimed.is_dir()
     Stored(f"{address}-a").check(2, 3)
     Stored(f"{address}-b").check(1, 2)
+
+
+def test_a_staging_folder_may_be_removed_before_it_is_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run that starts meanwhile takes it for one that a killed process has left."""
+    config = CheckpointConfig(local_dir=str(tmp_path))
+    lost: list[Path] = []
+    original = os.open
+
+    def lose_once(path: Path, *arguments: int) -> int:
+        if not lost and path.parent.name == STAGING:
+            lost.append(path)
+            path.rmdir()
+        return original(path, *arguments)
+
+    monkeypatch.setattr(os, "open", lose_once)
+    claimed = LoadedStore(config, Ranks())._claimed
+    assert claimed.is_dir()
+    assert lost != [claimed]
+    assert not lost[0].exists()
 
 
 @pytest.mark.parametrize("size", [1000, 200 << 10])

@@ -37,6 +37,12 @@ CASES: dict[str, tuple[int, str, tuple[int, ...]]] = {
         (3,),
     ),
     "a scale that changes": (1, f"{FP16} {DECAY}", (28,)),
+    "a scale that changes in a step with statistics": (
+        1,
+        "--fp16 --initial-loss-scale 1024 --loss-scale-window 2 --log-layer-stats-interval 4 "
+        "--train-iters 10",
+        (),
+    ),
     "nan": (1, DECAY, (4, 5, 10)),
     "what needs the numbers": (
         1,

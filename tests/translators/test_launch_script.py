@@ -259,6 +259,17 @@ def test_a_sourced_file_that_cannot_be_read_is_named_and_not_quoted(tmp_path, co
     assert found.arguments == ("--seed", "1")
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "x/" * 5000, "link"])
+def test_a_sourced_file_with_a_long_name_or_out_of_the_project_is_not_read(tmp_path, name):
+    folder = tmp_path / "a" / "b" / "c"
+    folder.mkdir(parents=True)
+    (tmp_path / "secrets").write_text("SEED=1")
+    (folder / "link").symlink_to(tmp_path / "secrets")
+    found = read(folder, f"source ./{name}\npython pretrain_gpt.py --seed $SEED\n")
+    assert found.unread == (f"run.slurm:1: source ./{name}",)
+    assert found.arguments == ("--seed", "$SEED")
+
+
 def test_a_file_that_sources_itself_has_an_end(tmp_path):
     (tmp_path / "flags.sh").write_text("source flags.sh")
     found = read(tmp_path, "source flags.sh\npython pretrain_gpt.py --seed 1\n")

@@ -144,7 +144,11 @@ class LoadedStore(Store):
         while True:
             path = self._staging / f"{host}-rank_{self._ranks.rank:05d}-{uuid.uuid4().hex[:8]}"
             path.mkdir()
-            self._lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                self._lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            except FileNotFoundError:
+                # Another process has removed it.
+                continue
             try:
                 if try_lock(self._lock, path) is LockResult.HELD:
                     return path

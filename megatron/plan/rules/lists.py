@@ -85,6 +85,7 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     if_given(
         numbers.check_loss_scale_bounds, "precision.min_loss_scale", "precision.initial_loss_scale"
     ),
+    if_given(model.check_dropout, "model.hidden_dropout", "model.attention_dropout"),
     model.check_heads_divide_hidden_size,
     if_given(model.check_rotary_dim_is_even, "model.position_embedding_type"),
     if_given(model.check_rope_scaling, "model.rope_scaling"),

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.layer_choice import choose_layers
+from megatron.config.model import DROPOUT_STEPS
 from megatron.model.shape import ModelShape
 from megatron.plan.rules.contexts import PlanContext
 from megatron.plan.rules.finding import Finding, error, warning
@@ -13,6 +14,21 @@ LAYER_CHOICES = ("model.no_rope_layers", "model.full_attention_layers")
 _HEAD_DIM_MULTIPLE = 64
 """The attention kernels on GPUs are fastest for head sizes that are multiples of this."""
 _USUAL_HIDDEN_PER_LAYER = (32, 256)
+
+
+def check_dropout(settings: ConfigWithOrigin) -> Iterator[Finding]:
+    """Check that rounding leaves something to drop and something to keep."""
+    for name in ("model.hidden_dropout", "model.attention_dropout"):
+        p = settings.list_values()[name]
+        # `check_ranges` reports other values.
+        if not 0 < p < 1:
+            continue
+        rounded, rest = divmod(round(p * DROPOUT_STEPS), DROPOUT_STEPS)
+        if not rest:
+            yield error(
+                f"{settings.describe(name)} would be rounded to {rounded}: probabilities are "
+                f"multiples of 1 / {DROPOUT_STEPS:,}. Give 0, or a value from 2e-5 to 0.9999."
+            )
 
 
 def check_heads_divide_hidden_size(settings: ConfigWithOrigin) -> Iterator[Finding]:

@@ -260,10 +260,12 @@ class _Follower:
             paths = [folder / Path(name).name]
         else:
             paths = [folder / name, Path(name)]
-        here = Path(os.path.abspath(folder))
+        # A link may lead out of the project.
+        here = Path(os.path.realpath(folder))
         top = [here, *(up for up in here.parents[:FOLDERS_UP] if up != up.parent)][-1]
-        near = [path for path in paths if Path(os.path.abspath(path)).is_relative_to(top)]
-        return next((path for path in near if path.is_file()), None)
+        near = [path for path in paths if Path(os.path.realpath(path)).is_relative_to(top)]
+        # The name may be too long, or a folder may be closed. `Path.is_file` raises an error then.
+        return next((path for path in near if os.path.isfile(path)), None)
 
     def find_training(self, trace: Trace, depth: int = 0) -> tuple[str, ...]:
         """Return the words of the first command that starts training, or none."""

@@ -58,8 +58,6 @@ class LateEngine(NativeEngine):
             loss = self._run_microbatches(microbatches, iteration, factor)
         # This reads the step before, so the rates of this update count it.
         settings = plan_update()
-        # `plan_update` has read the step before, so the host knows the scale.
-        self._next_scale = None
         read = None
         with self._timers("optimizer"):
             # Without settings, the step before goes back to a checkpoint.
@@ -108,10 +106,11 @@ class LateEngine(NativeEngine):
         def finish() -> StepResult:
             *values, decided = read()
             result = self._judge_step(values, scale, accept, votes=True, counts=counts)
+            # A step that is not queued may change the scale before the next one that is.
+            self._next_scale = None
             assert result.applied == bool(decided), "host and device take the same decision"
             # The optimizer counted the step when it was queued.
             if not result.applied:
-                # `step_if` has counted the step before anybody knew that it is dropped.
                 self._set_step_count(self._get_step_count() - 1)
             return result
 
