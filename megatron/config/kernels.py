@@ -72,10 +72,10 @@ class KernelsConfig:
     On a CPU, a loop computes the same."""
     cuda_graph: Literal["auto", "on", "off"] = "auto"
     """Record the kernels of a microbatch's forward and backward pass in a CUDA graph, and let the
-    GPU repeat it. Python then starts no kernels, which small and compiled models wait for. All
-    numbers stay the same. auto: on one GPU. on: also with tensor parallelism. The table at the
-    start gives the reason if a run has no graphs, as with a pipeline, experts or
-    --reset-attention-mask. If the memory does not suffice, the log says so."""
+    GPU repeat it. Python then starts no kernels. With small and compiled models, the GPU waits for
+    these starts. All numbers stay the same. auto: on one GPU. on: also with tensor parallelism. The
+    table at the start gives the reason if a run has no graphs, as with a pipeline, experts or
+    --reset-attention-mask. If the memory does not suffice, the log has a warning."""
 
     @property
     def names_fused_attention(self) -> bool:
