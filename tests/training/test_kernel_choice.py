@@ -1,12 +1,15 @@
 """The kernels that a run uses without a flag, and what a resume keeps."""
 
+import re
 import typing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from config.minimal import TRAINABLE
 from test_plan import with_changes
 from training.runs import Runner
 
@@ -16,6 +19,7 @@ from megatron.checkpoint.manifest import MANIFEST
 from megatron.config.kernels import AttentionBackend, KernelsConfig
 from megatron.config.normalise import read_argv
 from megatron.engine.kind import EngineKind
+from megatron.extras.interop.translators.translator import load_config
 from megatron.parallel.ranks import Ranks
 from megatron.plan import kernel_choice
 from megatron.plan.graph_choice import find_shortest_recorded
@@ -76,6 +80,17 @@ def choose_on(
 )
 def test_a_gpu_uses_each_kernel_that_fits(changes: dict[str, Any], off: list[str]) -> None:
     assert choose_on("9.0", **changes) == ON | dict.fromkeys(off, False)
+
+
+def test_the_flags_of_the_page_turn_all_kernels_off() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "kernels.md").read_text()
+    flags = re.findall(r'OFF="([^"]*)"', page)[0].split()
+    kernels = vars(load_config([*TRAINABLE, "--bf16", *flags]).config.kernels)
+    plan = resolve(with_changes(**LLAMA, kernels=kernels), 1)
+    chosen = choose_kernels(plan, KernelDevice("9.0")).kernels
+    assert {name: getattr(chosen, name) for name in SWITCHES} == OFF
+    assert chosen.attention_backend == ("auto",)
+    assert chosen.cuda_graph == "off"
 
 
 def test_without_triton_or_a_gpu_only_flags_count() -> None:

@@ -116,6 +116,11 @@ def _list_device_and_data(
         layout += f", {mesh.backend}"
     yield "device", f"{grid.world_size} x {get_device_name(mesh.device)}", layout
     yield "model", f"{plan.parameters:,} parameters", "with the padded vocabulary"
+    model = plan.config.model
+    if model.num_experts is not None and plan.expert_size is not None:
+        choice = f"{model.moe_router_topk} of {model.num_experts} for a token"
+        share = f"{model.num_experts // plan.expert_size} on a rank"
+        yield "experts", choice, f"{share}, expert parallel {plan.expert_size}"
     if uses:
         epochs, _, tokens = describe_epochs(uses).partition(": ")
         yield "training data", epochs, tokens
@@ -129,7 +134,7 @@ def _list_device_and_data(
         yield "data phases", phases, f"first iterations {begin}"
     # Without masked tokens, the mean has no choice.
     if (loss := plan.describe_loss_mean()) is not None:
-        yield "loss", f"mean {loss[0]}", loss[1]
+        yield "loss mean", f"mean {loss[0]}", loss[1]
 
 
 def _list_limits_and_helpers(hang_timeout: float | None) -> Iterator[tuple[str, str, str]]:
