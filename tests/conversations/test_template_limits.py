@@ -52,6 +52,7 @@ QUICK = {
     "dict of itself": "{% set a = {} %}{{ a.update({1: a}) }}",
     "unknown filter": "{{ 1 | shell }}",
     "surrogate": "{{ '\\ud800' | tojson | nosuch }}",
+    "a text with a surrogate": "{{ '\\ud800' }}",
 }
 SLOW = {
     "comparison": NEST + "{{ a.l == a.m }}",

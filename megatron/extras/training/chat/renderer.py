@@ -78,8 +78,14 @@ class TemplateProcess:
                 raise RenderError("its process ended") from error
             reply = json.loads(self._receive(deadline - time.monotonic(), "answer"))
         if "error" in reply:
-            raise RenderError(reply["error"])
-        return str(reply["text"])
+            raise RenderError(reply["error"].encode(errors="backslashreplace").decode())
+        text = str(reply["text"])
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            # No tokenizer takes it.
+            raise RenderError("it writes half a surrogate pair, which is no character") from error
+        return text
 
     def close(self) -> None:
         """End the process."""
