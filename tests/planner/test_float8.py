@@ -265,7 +265,7 @@ def test_the_old_rounding_and_the_measured_steps(flags, rowwise, tokens_per_seco
         "--preset llama3-8b --bf16 --train-iters 9 --lr 1e-4 --seq-length 4096 "
         "--micro-batch-size 1 --global-batch-size 8 --use-torch-compile "
         "--cross-entropy-loss-fusion --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
-        f"--adam-beta2 0.95 {flags}"
+        f"--adam-beta2 0.95 --no-adamw-fusion {flags}"
     )
     loaded = load_config(run.split())
     plan = resolve(loaded.config, 1, loaded.origin)

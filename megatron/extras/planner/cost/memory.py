@@ -216,6 +216,8 @@ def build_stages(shape: ModelShape, layout: RankLayout) -> tuple[Stage, ...]:
         ConfigError: The layers cannot be divided so.
     """
     per_virtual = count_virtual_layers(shape.config.num_layers, layout)
+    if per_virtual == 1 and layout.partition == BALANCED_ENDS:
+        return _build_stages_of_one_layer(shape.config.num_layers)
     return partition(
         shape,
         ParallelConfig(
@@ -224,6 +226,19 @@ def build_stages(shape: ModelShape, layout: RankLayout) -> tuple[Stage, ...]:
             num_layers_per_virtual_pipeline_stage=per_virtual,
             pp_partition_method=layout.partition,
         ),
+    )
+
+
+def _build_stages_of_one_layer(layers: int) -> tuple[Stage, ...]:
+    """Return stages of a layer each, and one each for the embedding and the output layer.
+
+    Llama 3 405B was trained so (https://arxiv.org/abs/2407.21783, section 3.3.2). This trainer
+    needs a layer on each stage, so its plan refuses them.
+    """
+    ends = [0, *range(layers + 1), layers]
+    return tuple(
+        Stage(number, range(*ends[number : number + 2]), number == 0, number == layers + 1)
+        for number in range(layers + 2)
     )
 
 
