@@ -1,9 +1,18 @@
 """The exit codes are in one module, and docs/commands.md has them as a table."""
 
+import os
 import re
+import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 from megatron.base import exit_codes
+from megatron.checkpoint.save import CheckpointContents, save_checkpoint
+from megatron.commands import plan
+from megatron.extras.interop.commands import inspect_checkpoint
+from megatron.parallel.shard import TensorShard
 
 ROOT = Path(__file__).parents[1]
 CODES = {name: value for name, value in vars(exit_codes).items() if name.isupper()}
@@ -26,3 +35,24 @@ def test_no_command_has_a_code_of_its_own() -> None:
     found = {str(file): own.findall(file.read_text()) for file in files}
     assert len(found) > 30
     assert {name: codes for name, codes in found.items() if codes} == {}
+
+
+def close_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make standard output a pipe whose reader has ended, as after `| head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(writer, "w"))
+
+
+def test_presets_and_an_inspection_end_with_their_reader(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = (
+        "model: {num_layers: 1, hidden_size: 8, num_attention_heads: 2, seq_length: 4}\n"
+        "batch: {micro_batch_size: 1}\n"
+    )
+    shard = TensorShard("weight", "norm", (4,), (0,), torch.ones(4), owner=True)
+    save_checkpoint(tmp_path, CheckpointContents(1, None, {"iteration": 1}, config), [shard])
+    for main, word in ((plan.main, "--list-presets"), (inspect_checkpoint.main, str(tmp_path))):
+        close_reader(monkeypatch)
+        assert main([word]) == exit_codes.CLOSED_PIPE

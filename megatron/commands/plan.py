@@ -192,8 +192,7 @@ def main(argv: list[str] | None = None) -> int:
     """Print the plan of `argv` (default: the command line) and return the exit code."""
     own, training = split_arguments(sys.argv[1:] if argv is None else argv)
     if wants_preset_list(training):
-        print_line(format_preset_table())
-        return 0
+        return run_tool(_print_presets)
     options = parse_arguments(PlanArguments, args=own, prog="plan.py", description=__doc__)
 
     def work() -> int:
@@ -203,6 +202,12 @@ def main(argv: list[str] | None = None) -> int:
             return _report_failure(failure, options, None)
 
     return run_tool(work)
+
+
+def _print_presets() -> int:
+    """Print the table of all presets, and return the exit code."""
+    print_line(format_preset_table())
+    return exit_codes.SUCCESS
 
 
 def _report_failure(

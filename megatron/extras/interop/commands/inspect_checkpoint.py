@@ -43,6 +43,7 @@ from megatron.checkpoint.load import Checkpoint, open_folder
 from megatron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from megatron.checkpoint.tensor_file import count_bytes
 from megatron.console.parse import parse_arguments
+from megatron.console.run_tool import run_tool
 from megatron.extras.interop.inspection.comparison import (
     CheckpointComparison,
     TensorStatistics,
@@ -109,6 +110,11 @@ class InspectionReport:
 def main(argv: list[str] | None = None) -> int:
     """Print the report that `argv` asks for and return the exit code."""
     given = parse_arguments(InspectCheckpointArguments, args=argv, description=__doc__)
+    return run_tool(lambda: _inspect(given))
+
+
+def _inspect(given: InspectCheckpointArguments) -> int:
+    """Print a report or an error, and return the exit code."""
     try:
         # Each flag selects another report, and a JSON output can hold only one of them.
         if sum((given.parameters, given.verify, given.compare is not None, given.config)) > 1:
