@@ -31,8 +31,9 @@ from megatron.schedule.curriculum import FOREVER, Curriculum
 
 GPU = torch.device("cuda", 0)
 CUDNN = ("fused", "flash", "efficient", "unfused")
+NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 LLAMA: dict[str, dict[str, Any]] = {
-    "model": {"position_embedding_type": "rotary", "glu_activation": "swiglu"},
+    "model": {"position_embedding_type": "rotary", "glu_activation": "swiglu"} | NO_DROPOUT,
     "precision": {"bf16": True},
 }
 ON: dict[str, Any] = dict.fromkeys(SWITCHES, True)
@@ -135,16 +136,18 @@ def test_gradients_that_are_sent_at_once_are_not_added_up(
         # cuDNN prepares a kernel for each length of a document.
         ("9.0", {"data": {"reset_attention_mask": True}}, CUDNN[1:]),
         ("9.0", {"kernels": {"use_varlen_attention": True}}, ("auto",)),
+        # Their masks would depend on the layout.
+        ("9.0", {"model": {"attention_dropout": 0.1}}, ("auto",)),
     ],
 )
 def test_the_order_of_attention_kernels(
     gpu: str, changes: dict[str, Any], order: tuple[str, ...]
 ) -> None:
+    changes = {**changes, "model": NO_DROPOUT | changes.get("model", {})}
     chosen = choose_kernels(resolve(with_changes(**changes), 1), KernelDevice(gpu))
     assert chosen.kernels.attention_backend == order
 
 
-NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 CPU_OFFLOAD = {"checkpoint_activations": True, "checkpoint_in_cpu": True}
 
 
@@ -154,8 +157,15 @@ CPU_OFFLOAD = {"checkpoint_activations": True, "checkpoint_in_cpu": True}
         ({}, 1, None),
         ({"kernels": {"use_torch_compile": True}}, 1, None),
         ({"kernels": {"cuda_graph": "off"}}, 1, "--cuda-graph off"),
-        ({"model": {"hidden_dropout": 0.1}}, 1, "dropout"),
-        ({"model": {"attention_dropout": 0.1}}, 1, "dropout"),
+        ({"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}}, 1, None),
+        (
+            {
+                "model": {"attention_dropout": 0.1},
+                "kernels": {"attention_backend": ("flash", "unfused")},
+            },
+            1,
+            "draw masks",
+        ),
         ({"model": {"num_experts": 4}}, 1, "expert"),
         ({"data": {"reset_attention_mask": True}}, 1, "documents"),
         ({"recompute": CPU_OFFLOAD}, 1, "host memory"),

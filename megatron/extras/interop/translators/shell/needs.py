@@ -29,7 +29,9 @@ _ARGUMENT = re.compile(r"\$(?:([1-9])|\{([1-9]\d?)\})")
 _ALL_ARGUMENTS = re.compile(r"\$\{?[#@*]|\$\{[@*!]")
 # `${X:-1}` and the other operations that give a value to an unset variable.
 _DEFAULT = re.compile(r"\$\{([A-Za-z_]\w*):?[-=+]", re.ASCII)
-_OPERATION = re.compile(r"\$\{[#!]?([A-Za-z_]\w*)[^\w}]", re.ASCII)
+# `${X:?message}` ends the script if X is not set. It does not depend on the value.
+_CHECK = re.compile(r"\$\{([A-Za-z_]\w*):?\?", re.ASCII)
+_OPERATION = re.compile(r"\$\{[#!]?([A-Za-z_]\w*)(?!:?\?)[^\w}]", re.ASCII)
 _ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)", re.DOTALL)
 _EMPTY_TEST = re.compile(r"-[nz]\s+\"?\$\{?([A-Za-z_]\w*)", re.ASCII)
 # `NAME=<Specify path>` or `--save <path to the folder>`, as in published scripts, where the user
@@ -168,7 +170,7 @@ class _Uses:
 
 
 def _list_names(raw: str) -> set[str]:
-    return {a or b for a, b in _VARIABLE.findall(raw)}
+    return {a or b for a, b in _VARIABLE.findall(raw)} | set(_CHECK.findall(raw))
 
 
 def _list_used(raw: str) -> set[str]:

@@ -533,8 +533,10 @@ class _Rewriter:
         if raw.startswith("${", position):
             end = find_end_of_braces(raw, position + 2, self._source)
             written = OWN_FILE.sub("__plan_file", raw[position + 2 : end])
-            if written in self._unset:
-                return end + 1, f"${{{written}-{self._unset[written]}}}"
+            # `${NAME:?message}` would end the script here, where the variable is set later.
+            name = re.sub(r":?\?.*", "", written, flags=re.DOTALL)
+            if name in self._unset:
+                return end + 1, f"${{{name}-{self._unset[name]}}}"
             return end + 1, f"${{{self._rewrite(written, quoted=quoted)}}}"
         variable = VARIABLE.match(raw, position)
         if variable and variable[1] == "BASH_SOURCE":
