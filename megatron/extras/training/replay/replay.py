@@ -98,8 +98,10 @@ class MicrobatchReplay(Replay):
             first, second = second, compute()
         found = self._compare(first, second)
         if not any(found):
-            self._check_graphs(microbatches, iteration)
-            self._record_agreement(iteration)
+            if self._check_graphs(microbatches, iteration):
+                self._record_agreement(iteration)
+            else:
+                self._differed += 1
             return
         # All ranks know what each has found, so all of them take the same path from here on.
         third = compute()
@@ -115,15 +117,15 @@ class MicrobatchReplay(Replay):
         self._differed += 1
         self._report(iteration, [(rank, found[rank], everyone[rank]) for rank in ranks])
 
-    def _check_graphs(self, microbatches: Sequence[Microbatch], iteration: int) -> None:
-        """Compare a pass that repeats a CUDA graph with an eager one, if there are graphs.
+    def _check_graphs(self, microbatches: Sequence[Microbatch], iteration: int) -> bool:
+        """Return whether a pass that repeats a CUDA graph equals an eager one. True without graphs.
 
         Both use the kernels of a step. If those do not repeat their bits, eager passes show how far
         they differ.
         """
         runner = self._engine.runner
         if not isinstance(runner, CapturedRunner) or not runner.has_graphs:
-            return
+            return True
 
         def compute(*, repeated: bool) -> Pass:
             recorder = PassRecorder(self._mesh.device, with_measures=True)
@@ -154,7 +156,7 @@ class MicrobatchReplay(Replay):
         labels = gather_json(label, self._mesh.control)
         lines = [f"{self._mesh.names[rank]}: {label}" for rank, label in enumerate(labels) if label]
         if not lines:
-            return
+            return True
         message = (
             f"the replay of iteration {iteration}: the CUDA graph gave other values than the same "
             "pass without it, first in:\n  " + "\n  ".join(lines) + "\nGo back to a checkpoint "
@@ -163,6 +165,7 @@ class MicrobatchReplay(Replay):
         if self._excludes is not None:
             raise FaultyHostError(message, [])
         self._log(f"warning: {message}")
+        return False
 
     def finish(self) -> dict[str, int]:
         """See `Replay.finish`."""
