@@ -508,3 +508,17 @@ def test_shell_follows_deep_nesting(tmp_path):
 def test_private_characters_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"U\+E000"):
         read(tmp_path, "python pretrain_gpt.py --seed \ue0005\ue001\n")
+
+
+def test_a_check_of_a_variable_leaves_it_as_it_is_written(tmp_path):
+    """`${NAME:?message}` ends bash, but the variable may be set where the script will run."""
+    (tmp_path / "environment").write_text(': "${WORK:?is not set}"\nLAYERS=${LAYERS:?}\n')
+    script = tmp_path / "train.sh"
+    script.write_text(
+        "set -eu\ncd $(dirname $0)\nsource ./environment\n"
+        "python pretrain_gpt.py --num-layers $LAYERS --data-path $WORK/text --save ${OUT?}\n"
+    )
+    found = read_launch_script(script, environment={"LAYERS": "12"})
+    assert value_of(found.arguments, "--num-layers") == "12"
+    assert value_of(found.arguments, "--data-path") == "$WORK/text"
+    assert value_of(found.arguments, "--save") == "$OUT"
