@@ -180,9 +180,12 @@ class FakeGenerator:
         return self
 
 
+_read_current_stream = torch._C._accelerator_getStream
+
+
 def get_current_stream(device: Any = None) -> FakeStream:
     """Return the current stream of this thread."""
-    current = torch._C._accelerator_getStream(0)
+    current = _read_current_stream(0)
     return FakeStream(
         stream_id=current.stream_id,
         device_index=current.device_index,
@@ -282,8 +285,9 @@ def install_stand_ins(
     for name, stand_in in stand_ins.items():
         setattr(torch.cuda, name, stand_in)
     # FSDP2 lets this stream wait for events of another one, with ZeRO 3 and a pipeline. torch's own
-    # stream would read the memory of a `FakeEvent` as that of an event.
-    torch.accelerator.current_stream = get_current_stream
+    # stream would read the memory of a `FakeEvent` as that of an event. torch.compile knows the
+    # functions of torch that call this one, so they stay.
+    torch._C._accelerator_getStream = get_current_stream
     # DeepSpeed marks its phases for a profiler.
     torch.cuda.nvtx.range_push = lambda message: 0
     torch.cuda.nvtx.range_pop = lambda: 0
