@@ -231,7 +231,8 @@ class _Follower:
         """Read the files that the shell reports. Return whether there is one that can be read."""
         found = False
         for words, _ in trace.commands:
-            if words[0] != "source" or words[2] in self._sourced or words[2] in self._unread:
+            # A script of NUL bytes has commands without words.
+            if words[:1] != ("source",) or words[2] in self._sourced or words[2] in self._unread:
                 continue
             name = self.marks.render(words[2])
             path = None
