@@ -271,7 +271,7 @@ class _Follower:
     def find_training(self, trace: Trace, depth: int = 0) -> tuple[str, ...]:
         """Return the words of the first command that starts training, or none."""
         for words, exported in trace.commands:
-            if words[0] == "source":
+            if words[:1] == ("source",):
                 continue
             found = self._find_in_command(words, exported, depth)
             if found:
