@@ -192,15 +192,16 @@ def test_messages_are_those_of_the_formula_and_the_host_waits_once(name, on_fake
 
 
 @pytest.mark.parametrize("name", ["one GPU", "1F1B, stage 1"])
-def test_only_token_ids_and_labels_are_copied_to_the_gpu(name, on_fake_gpu: Call):
+def test_only_tokens_labels_and_dropout_keys_are_copied_to_the_gpu(name, on_fake_gpu: Call):
     case, layout = FORMULAS[name]
     copies = on_fake_gpu(run_case, case).step.copies
-    # int64[b, s] with b = 2 and s = 32, for the ids and for the labels of each microbatch.
+    # int64[b, s] with b = 2 and s = 32, for the ids and for the labels of each microbatch, and
+    # int64[m, 3] for the keys of dropout: the seed, the iteration and the first sample.
     assert {
         (each.size, each.blocking): count
         for each, count in copies.items()
         if each.direction == "to the GPU"
-    } == {(8 * 2 * 32, False): 2 * layout.m}
+    } == {(8 * 2 * 32, False): 2 * layout.m, (8 * layout.m * 3, False): 1}
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -128,7 +128,7 @@ def _start_copy(values: Tensor) -> Callable[[], list[float]]:
     if values.device.type != "cuda":
         return values.tolist
     # A copy to memory that is not pinned would wait for the device.
-    copied = torch.empty_like(values, device="cpu", pin_memory=True)
+    copied = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
     copied.copy_(values, non_blocking=True)
     # A wait for the device would also wait for the microbatches of the next step.
     event = torch.cuda.Event()
