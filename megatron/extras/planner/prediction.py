@@ -127,8 +127,8 @@ def describe_layout(plan: Plan) -> RankLayout:
     share = get_recomputed_share(plan)
     several = parallel.tensor_model_parallel_size > 1
     method = "uniform"
-    if plan.stages_per_rank == 1 and parallel.pp_partition_method is not None:
-        method = parallel.pp_partition_method
+    if plan.stages_per_rank == 1:
+        method = parallel.pp_partition_method or method
     elif len({len(stage.layers) for stage in plan.stages}) > 1:
         # Virtual stages are uneven only if the embedding and the output layer count as layers.
         method = BALANCED_ENDS

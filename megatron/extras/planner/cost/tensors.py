@@ -366,6 +366,12 @@ class _Tensors:
             return 0.0
         return tensors * (self._q + self._k) * 4 / self.value
 
+    @property
+    def _in_single_block(self) -> bool:
+        """Whether attention with dropout is computed for all queries at once."""
+        square = self._heads * self._tokens * self._config.seq_length
+        return self._in_blocks and 4 * square <= LOGIT_CHUNK_BYTES
+
     @cached_property
     def _core(self) -> float:
         """What the attention core keeps beside queries, keys, values and its result."""
@@ -379,8 +385,8 @@ class _Tensors:
             # Keys and values are copied for each query head. With several blocks, nothing is kept.
             # A single block keeps queries, and probabilities before and after dropout.
             grouped = self._shape.query_groups < self._config.num_attention_heads
-            one = 4 * square <= LOGIT_CHUNK_BYTES
-            return 2 * self._q * grouped + one * ((4 + self.value) * square + self._q)
+            single = self._in_single_block * ((4 + self.value) * square + self._q)
+            return 2 * self._q * grouped + single
         probabilities = 4 * square
         # Scaled queries, and scaled keys and values of which each query head has a copy.
         return probabilities + 3 * self._q * 4 / self.value
@@ -604,8 +610,12 @@ class _Tensors:
             yield self._core + again, 0.0
         if self._kernel == "none":
             # Gradients of the probabilities and of the logits.
-            both = 2 * 4 * self._heads * self._tokens * self._config.seq_length
-            if self._in_blocks:
+            square = self._heads * self._tokens * self._config.seq_length
+            both = 2 * 4 * square
+            if self._in_single_block:
+                # The product freed its input before, which is what dropout made of them.
+                both -= self.value * square
+            elif self._in_blocks:
                 both = min(both, 3 * LOGIT_CHUNK_BYTES)
             yield both, both
         if self._context > 1:
