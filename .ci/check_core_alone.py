@@ -33,6 +33,8 @@ sys.meta_path[:] = [
     for finder in sys.meta_path
     if not getattr(finder, "__module__", "").startswith("__editable__")
 ]
+# It adds the complete package to the places of the namespace package with this entry.
+sys.path[:] = [entry for entry in sys.path if not entry.startswith("__editable__")]
 """
 """The module `sitecustomize` of the copy, which Python imports at its start."""
 
