@@ -20,6 +20,9 @@ from cuda.test_steps import BF16
 from megatron.extras.planner.dry_run.process import call_in_pool, open_pool
 from megatron.extras.planner.dry_run.record import StepTrace
 
+LATE_READING = "extras/training/late_reading/engine.py"
+"""Where the host waits for the numbers of a step, which the GPU has copied to pinned memory."""
+
 
 def make_arguments(corpus: str, folder: Path, *flags: str) -> list[str]:
     shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --bf16"
@@ -82,8 +85,9 @@ def test_a_training_saves_loads_and_evaluates(on_fake_gpu: Call, corpus, tmp_pat
     # Without --async-save, the training waits for each tensor.
     assert sum_copies(first, "checkpoint/tensor_file.py", blocking=True) == STATE_BYTES
     assert sum_copies(first, "checkpoint/", blocking=False) == 0
-    # One read for each of two steps and for the evaluation.
-    assert count_waits(first, "engine/native.py") == 2 + 1
+    # The host waits once for the numbers of each of two steps, and once for the evaluation.
+    assert count_waits(first, LATE_READING) == 2
+    assert count_waits(first, "engine/native.py") == 1
     # The timers read events that are over since the read of the next step.
     assert count_waits(first, "observe/timers.py") == 0
     second = on_fake_gpu(
