@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cuda.fake_worlds import RankRun, train_worlds
 from cuda.formulas import FFN, H, S
-from cuda.test_runs import count_waits, sum_copies
+from cuda.test_runs import LATE_READING, count_waits, sum_copies
 
 from megatron.extras.interop.inspection.verification import verify
 from megatron.extras.planner.dry_run.cuda_guard import find_compiler
@@ -130,8 +130,9 @@ def list_blocking(step: StepTrace) -> set[tuple[str, str]]:
 NAMED = {
     # The initial weights are drawn on the CPU.
     ("to the GPU", "model/init.py"),
-    # The loss and norm of a step, and digests of replicas.
-    ("to the host", "engine/native.py"),
+    # What the kernel of AdamW reads for each parameter, such as its weight decay.
+    ("to the GPU", "extras/training/kernels/adamw.py"),
+    # Digests of replicas. The copy of a step's loss and norm does not block.
     ("to the host", "engine/invariants.py"),
     # One sum of each tensor, which shows numbers that are not finite.
     ("to the host", "checkpoint/finite.py"),
@@ -165,7 +166,8 @@ def test_an_asynchronous_save_copies_the_same_and_only_its_thread_waits(runs):
         assert list_blocking(step) == {*NAMED, ("to the GPU", WEIGHTS[0])}
         # One read after the load, and one before the save.
         assert count_waits(step, "checkpoint/finite.py") == 2
-        assert count_waits(step, "engine/native.py") == 1
+        # One step was trained.
+        assert count_waits(step, LATE_READING) == 1
         # Otherwise the thread would use GPU 0 of the host, whatever this rank's GPU is.
         assert before.chosen == ()
         assert run.chosen == ("cuda:0",)
