@@ -143,8 +143,8 @@ def test_a_step_is_divided_among_its_parts(on_fake_gpu: Call):
     # Each weight takes part in three products, except the embedding.
     assert parts["products"][2] == 6 * tokens * (of_layers + v * h)
     # One addition after attention and one after the MLP. Backward, the gradient of a layer's input
-    # has two summands at each norm and at the two matrices of the MLP.
-    assert parts["residuals"][1] == 2 * tokens * layers * h * (2 + 3)
+    # has two summands at each norm. Those at the two matrices of the MLP are added by a product.
+    assert parts["residuals"][1] == 2 * tokens * layers * h * (2 + 2)
     assert parts["norms"] == (
         (2 * layers + 1) * (2 * 3 * tokens * h + 4 * tokens + microbatches * 2 * 2 * h),
         (2 * layers + 1) * (2 * 2 * tokens * h + 4 * tokens + microbatches * 2 * h),

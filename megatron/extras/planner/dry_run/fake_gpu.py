@@ -78,7 +78,7 @@ _OWN_OPERATORS: dict[Any, Callable[..., Any]] = {
     torch.ops.megatron.padded_linears_backward.default: entered_linear.run_backward,
 }
 """Operators of compiled graphs that consist of several of torch's."""
-_FACTORS = {"mm": 0, "_scaled_mm": 0, "addmm": 1}
+_FACTORS = {"mm": 0, "_scaled_mm": 0, "addmm": 1, "addmm_": 1}
 """Operator that multiplies two matrices -> the number of its argument that is the first one."""
 _PACKAGE = f"{PACKAGE}/"
 _OWN = str(Path(__file__).parents[1]) + "/"
