@@ -331,10 +331,11 @@ class _RankPeak:
             left += self._tensors.stream
         tensors = self._get_tensors(layer)
         unread = tensors.unread_result if self._is_recomputed(layer) else 0
+        most = tensors.in_backward if each.accumulated else tensors.in_first_backward
         yield replace(
             point,
             activations=left,
-            working=tensors.in_backward + unread,
+            working=most + unread,
             # The weights of this layer, those of the next one as they arrive, and the gradients of
             # the layer or the head before as they are sent.
             buffers=point.buffers + 2 * gathered + experts + reduced_before,

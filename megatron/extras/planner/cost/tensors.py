@@ -71,6 +71,8 @@ class TensorSizes:
     in_backward: float
     """Most that exists while the backward pass of a layer runs: what the layer keeps, gradients of
     activations, and gradients of its weights that are not accumulated yet."""
+    in_first_backward: float
+    """The same in the first backward pass of a step, in which the fp32 gradients are allocated."""
     unread_result: float
     """What also exists in the backward pass of a recomputed layer: a result that it keeps and
     does not read again."""
@@ -149,11 +151,13 @@ def _measure(
 ) -> TensorSizes:
     kind = _MixtureTensors if experts else _Tensors
     tensors = kind(shape, layout, software, holds, holds_outside, windowed)
+    first = kind(shape, layout, software, holds, holds_outside, windowed, starts=True)
     return TensorSizes(
         stream=tensors.x,
         layer=tensors.layer,
         recomputed_layer=_choose_input(tensors.x, layout) + tensors.kept_results,
         in_backward=_find_highest(tensors.list_backward_steps()),
+        in_first_backward=_find_highest(first.list_backward_steps()),
         unread_result=tensors.unread_result,
         after_backward=2 * tensors.x + tensors.pending_gradients,
         embedding=tensors.embedding,
@@ -196,8 +200,11 @@ class _Tensors:
         holds: bool,
         holds_outside: bool,
         windowed: bool,
+        starts: bool = False,
     ) -> None:
         config = shape.config
+        self._starts = starts
+        """Whether the sums of gradients over microbatches start in this backward pass."""
         self._shape = shape
         self._config = config
         self._fp16 = software.fp16
@@ -523,6 +530,11 @@ class _Tensors:
         """
         # Otherwise a gradient in half precision is converted before it is added to a sum in fp32.
         converted = 2 * size if self._half else 0.0
+        if self._starts and not self.holds:
+            # What is converted stays as the sum. Products that add write into it directly.
+            if fused and not self._tensorwise:
+                return converted, 0.0
+            return size + converted, size if self._half else 0.0
         if fused and self._tensorwise:
             # Another kernel adds the product.
             return (size + converted if self.holds else size), size
