@@ -165,7 +165,9 @@ def _count_sum(name: str, args: Any, out: Any) -> int:
         return args[0].nbytes + out.nbytes
     if name == "add_":
         return args[0].nbytes + args[1].nbytes + out.nbytes
-    if name == "cat":
+    # Vectors are joined in 16 bits. What is joined in fp32 is the message that makes gradients of
+    # replicated parameters equal on all tensor-parallel ranks, once a step.
+    if name == "cat" and out.dtype.itemsize == 2:
         return 2 * out.nbytes
     if name == "copy_" and out.dtype.itemsize > args[1].dtype.itemsize:
         return args[1].nbytes + out.nbytes
