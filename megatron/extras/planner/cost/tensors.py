@@ -628,7 +628,12 @@ class _Tensors:
                 # The product freed its input before, which is what dropout made of them.
                 both -= self.value * square
             elif self._in_blocks:
-                both = min(both, 3 * LOGIT_CHUNK_BYTES)
+                # A block has probabilities and both gradients. Slices add to those of its inputs.
+                row = 4 * self._heads * self._samples * self._config.seq_length
+                rows = max(1, LOGIT_CHUNK_BYTES // row)
+                if rows > LOGIT_TILE_ROWS:
+                    rows -= rows % LOGIT_TILE_ROWS
+                both = min(both, 3 * rows * row) + 2 * self._q
             yield both, both
         if self._context > 1:
             # Gradients of what was received, before they are sent.
