@@ -379,6 +379,13 @@ class _Tensors:
         square = self._heads * self._tokens * self._config.seq_length
         return self._in_blocks and 4 * square <= LOGIT_CHUNK_BYTES
 
+    @property
+    def _block_rows(self) -> int:
+        """Queries of a block of attention with dropout. See `megatron.model.loss.split_rows`."""
+        row = 4 * self._heads * self._samples * self._config.seq_length
+        rows = max(1, LOGIT_CHUNK_BYTES // row)
+        return rows - rows % LOGIT_TILE_ROWS if rows > LOGIT_TILE_ROWS else rows
+
     @cached_property
     def _core(self) -> float:
         """What the attention core keeps beside queries, keys, values and its result."""
@@ -450,7 +457,12 @@ class _Tensors:
         if "matmul" in self._kept_operators:
             # The projections, and what both row-parallel products return before they are added up.
             size += self._q + 2 * self._k + self._halves * self._f + 2 * self.whole
-        if "matmul" in self._kept_operators and self._kernel == "none":
+        if "matmul" in self._kept_operators and self._in_blocks:
+            # Logits for the keys up to the end of each block, and results. Only fp16 is converted.
+            s = self._config.seq_length
+            square = self._heads * self._tokens * (s + min(s, self._block_rows)) / 2
+            size += (4 if self._fp16 else self.value) * square + self._q
+        elif "matmul" in self._kept_operators and self._kernel == "none":
             # Logits and results of attention are products in fp32.
             square = self._heads * self._tokens * self._config.seq_length
             size += 4 * square + self._q * 4 / self.value
@@ -628,7 +640,9 @@ class _Tensors:
                 # The product freed its input before, which is what dropout made of them.
                 both -= self.value * square
             elif self._in_blocks:
-                both = min(both, 3 * LOGIT_CHUNK_BYTES)
+                # A block has probabilities and both gradients. Slices add to those of its inputs.
+                row = 4 * self._heads * self._samples * self._config.seq_length
+                both = min(both, 3 * self._block_rows * row) + 2 * self._q
             yield both, both
         if self._context > 1:
             # Gradients of what was received, before they are sent.
