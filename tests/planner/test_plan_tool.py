@@ -557,6 +557,8 @@ def test_a_script_that_cannot_be_followed_is_refused(capsys, tmp_path):
 def test_a_script_that_ends_early_names_the_reason(capsys, tmp_path):
     script = tmp_path / "run.sh"
     script.write_text(f": ${{NOWHERE:?}}\npython pretrain_gpt.py {shlex.join(SMALL)}\n")
+    assert plan.main([str(script)]) == 0
+    script.write_text(f": ${{NOWHERE[0]:?}}\npython pretrain_gpt.py {shlex.join(SMALL)}\n")
     assert plan.main([str(script)]) == 2
     assert "It checks a variable that is not set, as in ${NAME:?}" in capsys.readouterr().err
 

@@ -287,7 +287,7 @@ def install_stand_ins(
     # FSDP2 lets this stream wait for events of another one, with ZeRO 3 and a pipeline. torch's own
     # stream would read the memory of a `FakeEvent` as that of an event. torch.compile knows the
     # functions of torch that call this one, so they stay.
-    torch._C._accelerator_getStream = get_current_stream
+    torch._C._accelerator_getStream = get_current_stream  # type: ignore[assignment]
     # DeepSpeed marks its phases for a profiler.
     torch.cuda.nvtx.range_push = lambda message: 0
     torch.cuda.nvtx.range_pop = lambda: 0
