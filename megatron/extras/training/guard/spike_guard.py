@@ -356,8 +356,12 @@ class SpikeGuard:
 
 
 def _close(lower: float | None, upper: float | None) -> tuple[float, float]:
-    """Return limits as a range."""
-    return -math.inf if lower is None else lower, math.inf if upper is None else upper
+    """Return limits as a range. A missing limit is infinite."""
+    if lower is None:
+        lower = -math.inf
+    if upper is None:
+        upper = math.inf
+    return lower, upper
 
 
 def _describe(name: str, value: float, lower: float | None, upper: float | None) -> str | None:
