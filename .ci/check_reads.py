@@ -62,14 +62,14 @@ ALLOWED = {
     "megatron/extras/preparation/preprocess/encoders.py": ("open", _KERNEL),
     "megatron/extras/preparation/preprocess/resumable.py": ("open", _WRITES),
     "megatron/extras/preparation/preprocess/token_files.py": ("np.memmap", _CHECKED),
-    "megatron/extras/training/profiling/profiler.py": ("open", _OWN),
-    "megatron/extras/training/stream/listing.py": ("np.load", "zipfile.ZipFile", _CHECKED),
-    "megatron/extras/training/stream/table_files.py": (
+    "megatron/extras/watch/profiler.py": ("open", _OWN),
+    "megatron/extras/samples/stream/listing.py": ("np.load", "zipfile.ZipFile", _CHECKED),
+    "megatron/extras/samples/stream/table_files.py": (
         "parquet.ParquetFile",
         "pa.memory_map",
         _CHECKED,
     ),
-    "megatron/extras/training/trackers/emissions.py": (
+    "megatron/extras/watch/trackers/emissions.py": (
         "open",
         "is_file was called, and it has written it",
     ),

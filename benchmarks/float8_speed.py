@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron.extras.training.float8.recipe import Recipe
+from megatron.extras.step.float8.recipe import Recipe
 from megatron.parallel.entered_linear import ALONE, apply_entered_linears
 from megatron.parallel.layers import Piece
 from megatron.parallel.products import Products
@@ -106,7 +106,7 @@ class Benchmark:
 
     def _measure_products(self, layers: Layers) -> None:
         """Measure forward products, and the rounding of their input."""
-        from megatron.extras.training.float8.rounding import (
+        from megatron.extras.step.float8.rounding import (
             find_largest,
             multiply_rounded,
             round_to_float8,
@@ -199,9 +199,9 @@ def build_pass(tensors: Tensors, recipe: Recipe | None) -> Callable[[], tuple[to
 
 def build_products(recipe: Recipe, weights: Sequence[torch.Tensor]) -> Products:
     """Return the products of layers on one rank."""
-    from megatron.extras.training.float8.products import Float8Products
-    from megatron.extras.training.float8.rounding import find_largest
-    from megatron.extras.training.float8.weight_scales import WeightScale
+    from megatron.extras.step.float8.products import Float8Products
+    from megatron.extras.step.float8.rounding import find_largest
+    from megatron.extras.step.float8.weight_scales import WeightScale
 
     scales = tuple(
         WeightScale(

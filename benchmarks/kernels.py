@@ -33,7 +33,7 @@ from megatron.base.errors import ConfigError
 from megatron.extras.planner.commands.calibrate import format_hardware
 from megatron.extras.planner.cost.calibration import Measured, build_measured_hardware
 from megatron.extras.planner.cost.hardware import Hardware, find_hardware, load_hardware
-from megatron.extras.training.kernels.cross_entropy import CrossEntropyKernels
+from megatron.extras.step.kernels.cross_entropy import CrossEntropyKernels
 from megatron.model.fused_operators import LossKernels
 from megatron.model.loss import VocabSlice, cross_entropy
 from megatron.model.norm import RMSNorm
@@ -456,8 +456,8 @@ def build_model_parts(device: torch.device, *, quick: bool) -> list[ModelPart]:
     fused: list[ModelPart] = []
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         # They import Triton.
-        from megatron.extras.training.kernels import gate as gate_kernels
-        from megatron.extras.training.kernels import rotary as rotary_kernels
+        from megatron.extras.step.kernels import gate as gate_kernels
+        from megatron.extras.step.kernels import rotary as rotary_kernels
 
         fused = [
             build_loss("loss, 125M, kernels", rows, small, vocab, device, CrossEntropyKernels()),

@@ -42,7 +42,7 @@ _RESIDUALS = "residuals"
 _GRADIENT_SUMS = "sums of gradients"
 _LINEAR = "linear layers, without products"
 _LAYERS = ("parallel/layers.py", "parallel/entered_linear.py", "parallel/weight_gradient.py")
-_SKIPPED = ("extras/planner/dry_run/", "extras/training/kernels/")
+_SKIPPED = ("extras/planner/dry_run/", "extras/step/kernels/")
 """Files that call operators for another file."""
 _PRODUCT_NAMES = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}
 """Products -> the position of the first factor among the arguments."""

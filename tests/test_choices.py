@@ -24,14 +24,14 @@ from megatron.engine import muon
 from megatron.engine.build_optimizer import build_optimizer
 from megatron.engine.optimizer import MOMENT_DTYPES
 from megatron.engine.sharding import STAGES
+from megatron.extras.inference.generate.cached_model import TokenPositions
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.cost.layout import TRAINER, RankLayout
 from megatron.extras.planner.cost.tensors import measure_tensors
-from megatron.extras.training.float8.recipe import GRADIENTS, ROWWISE
-from megatron.extras.training.generate.cached_model import TokenPositions
-from megatron.extras.training.replay.replay import EXCLUDES
-from megatron.extras.training.sources.kinds import SOURCE_KINDS
-from megatron.extras.training.trackers.trackers import TRACKERS
+from megatron.extras.samples.kinds import SOURCE_KINDS
+from megatron.extras.step.float8.recipe import GRADIENTS, ROWWISE
+from megatron.extras.watch.replay.replay import EXCLUDES
+from megatron.extras.watch.trackers.trackers import TRACKERS
 from megatron.model import flops
 from megatron.model.attention_kernels import use_attention_kernels
 from megatron.model.execution import Execution

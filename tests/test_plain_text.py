@@ -19,7 +19,7 @@ from megatron.commands import plan
 from megatron.extras.operations.commands import chronicle, hub_sync
 from megatron.extras.operations.hub.client import _forward_warnings
 from megatron.extras.preparation.commands import inspect_dataset
-from megatron.extras.training.trackers.feed import hide_secrets
+from megatron.extras.watch.trackers.feed import hide_secrets
 from megatron.observe.chronicle import CHRONICLE
 from megatron.observe.progress_bar import ProgressBar
 
@@ -118,13 +118,13 @@ def test_no_other_function_prints() -> None:
     assert found == {
         "base/plain_text.py": 1,
         # The text of a model is the output. It is printed in parts, and with its tabs.
-        "extras/training/commands/generate.py": 3,
+        "extras/inference/commands/generate.py": 3,
         # Colours. The texts of the conversations were made plain.
         "extras/preparation/commands/inspect_dataset.py": 1,
         # A constant.
-        "extras/training/generate/prompts.py": 1,
+        "extras/inference/generate/prompts.py": 1,
         # `hide_secrets` makes the text plain. The stream is not stdout or stderr.
-        "extras/training/trackers/feed.py": 1,
+        "extras/watch/trackers/feed.py": 1,
     }
 
 

@@ -8,8 +8,8 @@ from megatron.extras.interop.convert import hf_export
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.operations.rollback import execution, rollback_plan
 from megatron.extras.operations.slurm import attempts
-from megatron.extras.training.trackers.feed import FeedRequest
-from megatron.extras.training.watchdog import watchdog
+from megatron.extras.watch.trackers.feed import FeedRequest
+from megatron.extras.watch.watchdog import watchdog
 from megatron.observe import chronicle
 
 PAGE = Path(__file__).parents[1] / "docs" / "run_folder.md"

@@ -18,7 +18,7 @@ from megatron.base.errors import ConfigError
 # `.ci/check_core_alone.py` runs tests without extras. Without DeepSpeed, the tests that need it are
 # skipped. With a GPU, DeepSpeed would start CUDA, which a fork does not survive.
 if importlib.util.find_spec("megatron.extras") is not None and not torch.cuda.is_available():
-    from megatron.extras.training.deepspeed.deepspeed import import_deepspeed
+    from megatron.extras.step.deepspeed.deepspeed import import_deepspeed
 
     with contextlib.suppress(ConfigError):
         import_deepspeed("cpu")

@@ -1,12 +1,12 @@
 """Evaluate a checkpoint: tasks of lm-evaluation-harness, and the loss of text files.
 
 The same as the command `megatron-evaluate`.
-See `megatron/extras/training/commands/evaluate.py`.
+See `megatron/extras/inference/commands/evaluate.py`.
 """
 
 import sys
 
-from megatron.extras.training.commands.evaluate import main
+from megatron.extras.inference.commands.evaluate import main
 
 if __name__ == "__main__":
     sys.exit(main())

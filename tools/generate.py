@@ -1,12 +1,12 @@
 """Continue a text with a checkpoint's model.
 
 The same as the command `megatron-generate`.
-See `megatron/extras/training/commands/generate.py`.
+See `megatron/extras/inference/commands/generate.py`.
 """
 
 import sys
 
-from megatron.extras.training.commands.generate import main
+from megatron.extras.inference.commands.generate import main
 
 if __name__ == "__main__":
     sys.exit(main())

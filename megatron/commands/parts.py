@@ -70,7 +70,7 @@ def choose_parts(config: Config) -> Parts:
     """
     if not _has_extras():
         return NO_PARTS
-    from megatron.extras.training.engines import choose_engine
+    from megatron.extras.step.engines import choose_engine
 
     return InstalledParts(choose_engine(config))
 
@@ -94,7 +94,7 @@ def open_indexed(prefix: str) -> IndexedDataset:
     else:
         found = IndexedDataset(prefix)
     if found.is_packed:
-        from megatron.extras.training.chat.packed import ConversationPacking
+        from megatron.extras.samples.chat.packed import ConversationPacking
 
         found.packing = ConversationPacking()
     return found
@@ -110,7 +110,7 @@ class InstalledParts(Parts):
         """Check that the packages of trackers and the report of a verification exist."""
         logging = settings.config.logging
         if logging.tracker:
-            from megatron.extras.training.trackers.trackers import check_trackers_are_installed
+            from megatron.extras.watch.trackers.trackers import check_trackers_are_installed
 
             yield from check_trackers_are_installed(settings)
         if logging.verification is not None:
@@ -120,7 +120,7 @@ class InstalledParts(Parts):
 
     def load_source(self, dataset_format: str) -> SourceKind:
         """Load the kind of data of --dataset-format."""
-        from megatron.extras.training.sources.kinds import SOURCE_KINDS
+        from megatron.extras.samples.kinds import SOURCE_KINDS
 
         return SOURCE_KINDS[dataset_format]
 
@@ -140,7 +140,7 @@ class InstalledParts(Parts):
 
     def load_watchdog(self, folder: str | None) -> Callable[..., RollCall]:
         """Load the builder of the watchdog of --hang-timeout."""
-        from megatron.extras.training.watchdog.watchdog import Watchdog
+        from megatron.extras.watch.watchdog.watchdog import Watchdog
         from megatron.run.leaving import report_hang
 
         path = None if folder is None else Path(folder)
@@ -148,7 +148,7 @@ class InstalledParts(Parts):
 
     def load_guard(self) -> GuardKind:
         """Load the guard of --spike-guard."""
-        from megatron.extras.training.guard.spike_response import SpikeGuardKind
+        from megatron.extras.watch.guard.spike_response import SpikeGuardKind
 
         return SpikeGuardKind()
 
@@ -156,7 +156,7 @@ class InstalledParts(Parts):
         """Prepare the tasks of --eval-tasks."""
         if not plan.config.batch.eval_tasks:
             return Tasks()
-        from megatron.extras.training.scoring.eval_tasks import prepare_tasks
+        from megatron.extras.inference.scoring.eval_tasks import prepare_tasks
 
         return prepare_tasks(plan, ranks, log)
 
@@ -176,7 +176,7 @@ class InstalledParts(Parts):
         logging = plan.config.logging
         if logging.profile_iterations is None and not logging.memory_snapshot:
             return Profiling()
-        from megatron.extras.training.profiling.profiler import Profilers
+        from megatron.extras.watch.profiler import Profilers
 
         return Profilers(plan.config, mesh.rank, log)
 
@@ -187,7 +187,7 @@ class InstalledParts(Parts):
         parallel = plan.config.parallel
         if mesh.grid.world_size == 1 or not parallel.straggler_interval:
             return RankComparison()
-        from megatron.extras.training.stragglers.stragglers import StragglerWatch
+        from megatron.extras.watch.stragglers import StragglerWatch
 
         return StragglerWatch(stages, timer, parallel.straggler_interval, parallel.straggler_factor)
 
@@ -195,7 +195,7 @@ class InstalledParts(Parts):
         """Build the comparison of --replay-interval."""
         if not plan.config.parallel.replay_interval:
             return Replay()
-        from megatron.extras.training.replay.replay import MicrobatchReplay
+        from megatron.extras.watch.replay.replay import MicrobatchReplay
 
         return MicrobatchReplay(plan.config.parallel.replay_action, mesh, engine, log)
 
@@ -203,7 +203,7 @@ class InstalledParts(Parts):
         """Build what sends the numbers of the metrics file to the trackers of --tracker."""
         if not config.logging.tracker:
             return ()
-        from megatron.extras.training.trackers.process import Trackers
+        from megatron.extras.watch.trackers.process import Trackers
 
         return (Trackers(config, metrics, log),)
 
@@ -211,7 +211,7 @@ class InstalledParts(Parts):
         """Start to measure energy and CO2 with --codecarbon-dir."""
         if logging.codecarbon_dir is None:
             return ()
-        from megatron.extras.training.trackers.emissions import Emissions
+        from megatron.extras.watch.trackers.emissions import Emissions
 
         return (Emissions(logging.codecarbon_dir, logging.codecarbon_country_iso_code, log=log),)
 

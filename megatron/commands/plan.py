@@ -72,7 +72,7 @@ from megatron.extras.planner.cost.hardware import Hardware, load_hardware
 from megatron.extras.planner.cost.memory import Verdict
 from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.prediction import can_be_predicted, predict_plan
-from megatron.extras.training.engines import choose_engine
+from megatron.extras.step.engines import choose_engine
 from megatron.plan.resolve import resolve
 from megatron.plan.rules.layout import WORLD_SIZE
 from megatron.plan.run_plan import Plan

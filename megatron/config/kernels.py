@@ -84,7 +84,7 @@ class KernelsConfig:
 
     @property
     def fusion_flags(self) -> tuple[str, ...]:
-        """The given flags that ask for a kernel of `megatron.extras.training.kernels`."""
+        """The given flags that ask for a kernel of `megatron.extras.step.kernels`."""
         asked = {
             "--rope-fusion": self.rope_fusion,
             "--bias-swiglu-fusion": self.bias_swiglu_fusion,

@@ -38,7 +38,7 @@ def _describe_no_file(config: Config) -> FileSettings | None:
 
 
 def _miss_kernels(device_type: str) -> str:
-    return "megatron.extras.training.kernels is not installed"
+    return "megatron.extras.step.kernels is not installed"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What the main thread of this rank does, and how long it may take.
 
-The watchdog (`extras/training/watchdog/watchdog.py`) reads it from another thread. Entering a phase
+The watchdog (`extras/watch/watchdog/watchdog.py`) reads it from another thread. Entering a phase
 is a few assignments, so it costs less than a microsecond, also without a watchdog.
 """
 

@@ -192,7 +192,7 @@ def _find_obstacle_of_graphs(plan: Plan, device: KernelDevice) -> str | None:
     if ROCM in device.gpu:
         return "never tried on a GPU of AMD"
     if reason is None and not device.has_graphs:
-        return "megatron.extras.training.cuda_graph is not installed"
+        return "megatron.extras.step.cuda_graph is not installed"
     return reason
 
 

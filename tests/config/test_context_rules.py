@@ -4,7 +4,7 @@ import pytest
 
 from megatron.base.errors import ConfigError
 from megatron.extras.interop.translators.translator import load_config
-from megatron.extras.training.deepspeed.kind import DEEPSPEED
+from megatron.extras.step.deepspeed.kind import DEEPSPEED
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
 

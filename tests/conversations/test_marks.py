@@ -13,7 +13,7 @@ from conversations.templates import CASES, CHATML, SPECIALS, Case
 
 from megatron.base.errors import ConfigError, DataError
 from megatron.extras.preparation.conversations.marks import Renderer, find_counted
-from megatron.extras.training.chat.template import ChatTemplate
+from megatron.extras.samples.chat.template import ChatTemplate
 from megatron.tokenizer.build import build_byte_level_bpe
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures/openwebtext-100"
@@ -214,7 +214,7 @@ def test_a_template_that_cannot_be_marked_or_is_hostile_is_refused(
     source: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if reason == "5 s":
-        monkeypatch.setattr("megatron.extras.training.chat.template.SECONDS", 0.3)
+        monkeypatch.setattr("megatron.extras.samples.chat.template.SECONDS", 0.3)
         reason = "0.3 s"
     started = time.monotonic()
     template = ChatTemplate(source, {}, "the template")

@@ -20,7 +20,7 @@ from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.packing import take_marks
 from megatron.data.registry import DatasetRegistry
 from megatron.data.source import BatchSlice
-from megatron.extras.training.chat.packed import ConversationPacking, PackedDataset, pack
+from megatron.extras.samples.chat.packed import ConversationPacking, PackedDataset, pack
 
 EOD = 7
 RULES = DocumentRules(EOD, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)

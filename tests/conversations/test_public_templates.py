@@ -23,7 +23,7 @@ from megatron.extras.preparation.conversations import marks, rows, words
 from megatron.extras.preparation.conversations.marks import Renderer
 from megatron.extras.preparation.conversations.marks import find_counted as find_counted_tokens
 from megatron.extras.preparation.conversations.rows import parse_row
-from megatron.extras.training.chat.template import ChatTemplate
+from megatron.extras.samples.chat.template import ChatTemplate
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures/conversations"
 TABLE: dict[str, dict[str, Any]] = json.loads((FIXTURES / "public_templates.json").read_text())

@@ -11,9 +11,9 @@ from conversations.chat_files import make_config, write_conversations, write_tok
 
 from megatron.base.errors import ConfigError, DataError
 from megatron.extras.preparation.conversations.build import ConversationJob, prepare_conversations
-from megatron.extras.training.chat import template as template_module
-from megatron.extras.training.chat.session import ChatSession
-from megatron.extras.training.chat.template import ChatTemplate
+from megatron.extras.samples.chat import template as template_module
+from megatron.extras.samples.chat.session import ChatSession
+from megatron.extras.samples.chat.template import ChatTemplate
 from megatron.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

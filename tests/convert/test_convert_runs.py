@@ -16,8 +16,8 @@ from process_pool import ProcessPool, pretrain, succeed
 from tiny_corpus import MERGES, VOCAB
 
 from megatron.checkpoint.load import open_checkpoint
+from megatron.extras.inference.generate.load import load_model
 from megatron.extras.interop.commands import convert_checkpoint
-from megatron.extras.training.generate.load import load_model
 from megatron.model.inputs import Inputs
 from megatron.observe.metrics import read_metrics
 

@@ -17,9 +17,9 @@ from convert.test_from_trainer import read_kind
 from safetensors.torch import load_file
 
 from megatron.checkpoint.load import Checkpoint, open_checkpoint
+from megatron.extras.inference.generate.load import load_model
 from megatron.extras.interop.commands import convert_checkpoint
 from megatron.extras.interop.convert.trainer_names import find_fms_parts
-from megatron.extras.training.generate.load import load_model
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "fms-fsdp"
 MODEL = (

@@ -20,10 +20,10 @@ from process_pool import ProcessPool, pretrain, succeed
 from tiny_corpus import MERGES, VOCAB
 
 from megatron.checkpoint.load import open_checkpoint
+from megatron.extras.inference.generate.load import load_model
 from megatron.extras.interop.commands import convert_checkpoint
 from megatron.extras.interop.convert.fields import normalise_model
 from megatron.extras.interop.convert.megatron_args import SavedRun, load_run_config
-from megatron.extras.training.generate.load import load_model
 from megatron.observe.metrics import read_metrics
 
 SIZES = (

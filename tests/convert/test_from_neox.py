@@ -10,8 +10,8 @@ import transformers
 from convert.neox_writer import ITERATION, LEGACY, write_neox
 
 from megatron.checkpoint.load import open_checkpoint
+from megatron.extras.inference.generate.load import load_model
 from megatron.extras.interop.commands import convert_checkpoint
-from megatron.extras.training.generate.load import load_model
 
 ROWS = 64
 """Rows of the embedding. The last ones are padding."""

@@ -26,8 +26,8 @@ from megatron.checkpoint.load import Checkpoint, open_checkpoint
 from megatron.checkpoint.manifest import collect_digests
 from megatron.checkpoint.tensor_file import TensorReader
 from megatron.data.indexed import IndexedDatasetWriter
+from megatron.extras.inference.generate.load import load_model
 from megatron.extras.interop.commands import convert_checkpoint
-from megatron.extras.training.generate.load import load_model
 from megatron.observe.metrics import read_metrics
 
 ROWS = 64

@@ -26,8 +26,8 @@ from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.save import CheckpointContents, Saver, save_checkpoint
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.extras.inference.commands import generate
 from megatron.extras.interop.commands import inspect_checkpoint
-from megatron.extras.training.commands import generate
 from megatron.parallel.shard import Kind, TensorShard
 
 ROOT = Path(__file__).resolve().parents[2]

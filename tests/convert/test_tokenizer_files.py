@@ -15,10 +15,10 @@ from tokenizers import AddedToken
 
 from megatron.base.errors import ConfigError
 from megatron.config.data import TokenizerConfig
+from megatron.extras.inference.commands import evaluate, generate
 from megatron.extras.interop.commands import convert_checkpoint
 from megatron.extras.interop.convert.awkward_texts import AWKWARD
 from megatron.extras.interop.convert.tokenizer_files import SpecialIds, write_tokenizer
-from megatron.extras.training.commands import evaluate, generate
 from megatron.tokenizer import HFTokenizer, build_tokenizer
 
 transformers = pytest.importorskip("transformers")

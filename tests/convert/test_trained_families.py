@@ -15,10 +15,10 @@ from torch import Tensor
 from megatron.base.errors import ConfigError
 from megatron.checkpoint.load import open_checkpoint
 from megatron.config.presets import list_preset_names
+from megatron.extras.inference.generate.load import load_model
 from megatron.extras.interop.commands import convert_checkpoint
 from megatron.extras.interop.convert.architectures import choose_architecture
 from megatron.extras.interop.translators.translator import load_config
-from megatron.extras.training.generate.load import load_model
 from megatron.model.inputs import Inputs
 
 transformers = pytest.importorskip("transformers")

@@ -489,7 +489,7 @@ def count_rounding_bytes(case: Case) -> tuple[dict[str, int], dict[Product, int]
     those of weights' gradients.
     """
     from megatron.extras.planner.dry_run.fake_gpu import FakeGpu
-    from megatron.extras.training.float8 import products as float8
+    from megatron.extras.step.float8 import products as float8
 
     moved: Counter[str] = Counter()
     parts: list[str] = []

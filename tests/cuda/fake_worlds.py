@@ -56,7 +56,7 @@ def _import_deepspeed() -> None:
 
     ZeRO 3 compares lists of modules with those of rank 0, which come in a message between GPUs.
     """
-    from megatron.extras.training.deepspeed.deepspeed import import_deepspeed
+    from megatron.extras.step.deepspeed.deepspeed import import_deepspeed
 
     import_deepspeed("cuda")
     from deepspeed.runtime.zero import partitioned_param_coordinator

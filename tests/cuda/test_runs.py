@@ -20,7 +20,7 @@ from cuda.test_steps import BF16
 from megatron.extras.planner.dry_run.process import call_in_pool, open_pool
 from megatron.extras.planner.dry_run.record import StepTrace
 
-LATE_READING = "extras/training/late_reading/engine.py"
+LATE_READING = "extras/step/late_reading/engine.py"
 """Where the host waits for the numbers of a step, which the GPU has copied to pinned memory."""
 
 
@@ -152,7 +152,7 @@ def test_deepspeed_trains_on_one_process(corpus, tmp_path):
     # A dropped update has no loss. What is read from a fake GPU is 2.
     assert [each["lm_loss"] for each in steps] == [2.0, 2.0]
     # It waits more than once a step. The native engine does not.
-    assert count_waits(step, "extras/training/deepspeed/deepspeed.py") > 2
+    assert count_waits(step, "extras/step/deepspeed/deepspeed.py") > 2
 
 
 @pytest.mark.parametrize(

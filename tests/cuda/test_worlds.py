@@ -131,7 +131,7 @@ NAMED = {
     # The initial weights are drawn on the CPU.
     ("to the GPU", "model/init.py"),
     # What the kernel of AdamW reads for each parameter, such as its weight decay.
-    ("to the GPU", "extras/training/kernels/adamw.py"),
+    ("to the GPU", "extras/step/kernels/adamw.py"),
     # Digests of replicas. The copy of a step's loss and norm does not block.
     ("to the host", "engine/invariants.py"),
     # One sum of each tensor, which shows numbers that are not finite.

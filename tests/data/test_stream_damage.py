@@ -12,7 +12,7 @@ from megatron.base.errors import DataError
 from megatron.extras.preparation.preprocess.blocks import Position
 from megatron.extras.preparation.preprocess.row_inspection import inspect_rows
 from megatron.extras.preparation.preprocess.tables import read_arrow_blocks, read_parquet_blocks
-from megatron.extras.training.stream.formats import FORMATS
+from megatron.extras.samples.stream.formats import FORMATS
 
 ROW = 123
 TEXTS = [f"row{number:04d}" for number in range(500)]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megatron.base.errors import DataError
-from megatron.extras.training.stream.filters import (
+from megatron.extras.samples.stream.filters import (
     DUPLICATE,
     KEPT,
     NGRAM,
@@ -24,9 +24,9 @@ from megatron.extras.training.stream.filters import (
     Filters,
     compute_ngram_repetition,
 )
-from megatron.extras.training.stream.listing import list_dataset
-from megatron.extras.training.stream.reader import Cursor, ShardReader
-from megatron.extras.training.stream.streamed_dataset import Specials, StreamedDataset
+from megatron.extras.samples.stream.listing import list_dataset
+from megatron.extras.samples.stream.reader import Cursor, ShardReader
+from megatron.extras.samples.stream.streamed_dataset import Specials, StreamedDataset
 from megatron.parallel.ranks import Ranks
 
 ALL = Filters(max_document_tokens=60, max_ngram_repetition=0.3, drop_duplicates=True)

@@ -11,8 +11,8 @@ import pytest
 from data.row_files import make_documents, write_dataset, write_rows
 
 from megatron.base.errors import DataError
-from megatron.extras.training.stream.formats import FORMATS
-from megatron.extras.training.stream.listing import list_dataset
+from megatron.extras.samples.stream.formats import FORMATS
+from megatron.extras.samples.stream.listing import list_dataset
 
 NAMES = ("a.parquet", "a.file.arrow", "a.stream.arrow", "a.jsonl")
 TEXTS = ["", "one", "zwei\nLinien", "три 漢字 🙂", " blanks  ", "\u2028 separator"] * 500

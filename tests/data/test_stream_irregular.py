@@ -14,9 +14,9 @@ from data.row_files import make_documents, write_dataset, write_rows
 from data.test_stream_remote import read_all
 
 from megatron.base.errors import DataError
-from megatron.extras.training.stream.listing import list_dataset
-from megatron.extras.training.stream.reader import Cursor, ShardReader
-from megatron.extras.training.stream.streamed_dataset import Specials, StreamedDataset
+from megatron.extras.samples.stream.listing import list_dataset
+from megatron.extras.samples.stream.reader import Cursor, ShardReader
+from megatron.extras.samples.stream.streamed_dataset import Specials, StreamedDataset
 
 
 def test_carriage_returns_and_blank_lines_of_jsonl(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ from megatron.config.data import DataConfig
 from megatron.data.build_sources import build_sources
 from megatron.data.source import BatchSlice
 from megatron.data.source_kind import SourceRequest
-from megatron.extras.training.stream.build import StreamedData
+from megatron.extras.samples.stream.build import StreamedData
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, int(sys.argv[2])))
 data = DataConfig(

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.extras.training.stream.shard_order import EpochOrder, ShardMixture, clip_groups
+from megatron.extras.samples.stream.shard_order import EpochOrder, ShardMixture, clip_groups
 
 groups = st.lists(st.integers(0, 700), min_size=1, max_size=12).filter(lambda rows: sum(rows) > 0)
 

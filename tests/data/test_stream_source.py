@@ -19,13 +19,13 @@ from tiny_corpus import GPT2
 from megatron.base.errors import DataError
 from megatron.data.documents import DocumentRules
 from megatron.data.source import BatchSlice
-from megatron.extras.training.stream.build import _StreamOpener
-from megatron.extras.training.stream.filters import Filters
-from megatron.extras.training.stream.listing import list_dataset
-from megatron.extras.training.stream.reader import Cursor, OpenShard, ShardReader
-from megatron.extras.training.stream.shard_order import MixturePhase
-from megatron.extras.training.stream.source import StreamSource
-from megatron.extras.training.stream.streamed_dataset import Specials, StreamedDataset
+from megatron.extras.samples.stream.build import _StreamOpener
+from megatron.extras.samples.stream.filters import Filters
+from megatron.extras.samples.stream.listing import list_dataset
+from megatron.extras.samples.stream.reader import Cursor, OpenShard, ShardReader
+from megatron.extras.samples.stream.shard_order import MixturePhase
+from megatron.extras.samples.stream.source import StreamSource
+from megatron.extras.samples.stream.streamed_dataset import Specials, StreamedDataset
 from megatron.parallel.ranks import Ranks
 from megatron.tokenizer import build_tokenizer
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.engine.optimizer import MasterParameter
-from megatron.extras.training.kernels.adamw import KernelAdamW
+from megatron.extras.step.kernels.adamw import KernelAdamW
 from megatron.model.parametrization import Scaling
 from megatron.parallel.layers import Init, ParameterSpec
 from megatron.parallel.torch_private import fused_adamw_

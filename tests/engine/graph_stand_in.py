@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.extras.training.cuda_graph.graph_recorder import RecordingError
+from megatron.extras.step.cuda_graph.graph_recorder import RecordingError
 from megatron.parallel.rng import draw_mask_in_graph
 
 _READ_BY_HOST = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2")

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.engine.optimizer import MasterParameter
-from megatron.extras.training.kernels import adamw
-from megatron.extras.training.kernels.adamw import KernelAdamW
+from megatron.extras.step.kernels import adamw
+from megatron.extras.step.kernels.adamw import KernelAdamW
 from megatron.parallel.layers import Init, ParameterSpec
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -49,7 +49,7 @@ def count_bytes(moments: torch.dtype) -> tuple[float, int]:
     """
     from triton.runtime.interpreter import _get_np_dtype, interpreter_builder
 
-    from megatron.extras.training.kernels import adamw_kernel
+    from megatron.extras.step.kernels import adamw_kernel
 
     moved = 0
     launches = []
@@ -143,7 +143,7 @@ def test_the_kernel_compiles_for_hopper_and_moves_16_bytes_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     triton = pytest.importorskip("triton")
-    from megatron.extras.training.kernels import adamw_kernel
+    from megatron.extras.step.kernels import adamw_kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     tl = triton.language

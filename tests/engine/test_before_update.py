@@ -19,7 +19,7 @@ def record_calls(flags: str) -> tuple[list[str], list[bool]]:
     from megatron.data.batches import Microbatch
     from megatron.engine.base import Engine
     from megatron.extras.interop.translators.translator import load_config
-    from megatron.extras.training.engines import choose_engine
+    from megatron.extras.step.engines import choose_engine
     from megatron.parallel.launcher import read_launcher_world
     from megatron.plan.resolve import resolve
     from megatron.run.start.build import build_engine, build_timers, divide_ranks

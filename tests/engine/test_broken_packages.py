@@ -6,12 +6,12 @@ import pytest
 
 from megatron.base.errors import ConfigError
 from megatron.config.kernels import KernelsConfig
-from megatron.extras.training.float8.kind import FLOAT8
-from megatron.extras.training.kernels.operators import choose_operators
+from megatron.extras.step.float8.kind import FLOAT8
+from megatron.extras.step.kernels.operators import choose_operators
 
 
 def test_torchao_that_does_not_fit_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "megatron.extras.training.float8.rounding", raising=False)
+    monkeypatch.delitem(sys.modules, "megatron.extras.step.float8.rounding", raising=False)
     # The import of a module that is None fails.
     monkeypatch.setitem(sys.modules, "torchao.float8.float8_utils", None)
     with pytest.raises(ConfigError, match=r"import of torchao fails .*float8_utils.*--upgrade"):

@@ -69,7 +69,7 @@ class History:
         import torch
 
         from megatron.engine.base import skip_timing, skip_waiting
-        from megatron.extras.training.engines import choose_engine
+        from megatron.extras.step.engines import choose_engine
 
         load = choose_engine(plan.config).load
         self.engine: Any = load(mesh.device.type)(plan, mesh, skip_timing, skip_waiting)
@@ -153,7 +153,7 @@ def capture(history: History, plan: "Plan", mesh: "Mesh") -> tuple[Any, Any]:
     """Let the engine of a history repeat its microbatches. Return its runner and recorder."""
     from engine.graph_stand_in import StandIn
 
-    from megatron.extras.training.cuda_graph.captured_runner import capture_microbatches
+    from megatron.extras.step.cuda_graph.captured_runner import capture_microbatches
 
     recorder = StandIn()
     return capture_microbatches(history.engine, plan, mesh, recorder), recorder
@@ -247,14 +247,14 @@ def test_a_second_microbatch_is_recorded_when_there_is_one(pool: ProcessPool) ->
 
 def skip_inputs(runner: Any, engine: Any) -> Any:
     """The graph reads the inputs of the microbatch that it was recorded with."""
-    from megatron.extras.training.cuda_graph import captured_runner
+    from megatron.extras.step.cuda_graph import captured_runner
 
     return mock.patch.object(captured_runner, "foreach_copy_", return_value=None)
 
 
 def skip_labels(runner: Any, engine: Any) -> Any:
     """The graph gets new tokens and old labels."""
-    from megatron.extras.training.cuda_graph import captured_runner
+    from megatron.extras.step.cuda_graph import captured_runner
 
     return mock.patch.object(
         captured_runner, "foreach_copy_", lambda fixed, given: fixed[0].copy_(given[0])
@@ -361,7 +361,7 @@ FOUND_BY_STEPS = {"add_never"}
 
 def plant_errors(names: list[str]) -> list[tuple[str, str, str]]:
     """Return each error, what the recorder finds in three steps, and what a replay says."""
-    from megatron.extras.training.replay.replay import MicrobatchReplay
+    from megatron.extras.watch.replay.replay import MicrobatchReplay
 
     planters = {planter.__name__: planter for planter in ERRORS}
     found = []
@@ -442,7 +442,7 @@ def build_engines() -> dict[str, str]:
     """Return the class of the runner for each value of --cuda-graph, as an engine is built."""
     from engine.graph_stand_in import StandIn
 
-    from megatron.extras.training.cuda_graph import graph_recorder, kind
+    from megatron.extras.step.cuda_graph import graph_recorder, kind
 
     found = {}
     plan, mesh = start(SHAPES["float8"])

@@ -46,7 +46,7 @@ def pretrain_with_infinity(argv: list[str], victim: int) -> tuple[list[bool], li
         For each step whether it was applied, and for each step whether the weights changed.
     """
     from megatron.engine.base import StepResult
-    from megatron.extras.training.deepspeed.deepspeed import DeepSpeedEngine
+    from megatron.extras.step.deepspeed.deepspeed import DeepSpeedEngine
 
     applied: list[bool] = []
     changed: list[bool] = []

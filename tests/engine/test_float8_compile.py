@@ -12,11 +12,11 @@ import torch
 from model.test_compile import count_graphs, pair, step
 from torch import nn
 
-from megatron.extras.training.float8.engine import list_linear_paths
-from megatron.extras.training.float8.products import Float8Products
-from megatron.extras.training.float8.recipe import Recipe
-from megatron.extras.training.float8.rounding import find_largest
-from megatron.extras.training.float8.weight_scales import WeightScale
+from megatron.extras.step.float8.engine import list_linear_paths
+from megatron.extras.step.float8.products import Float8Products
+from megatron.extras.step.float8.recipe import Recipe
+from megatron.extras.step.float8.rounding import find_largest
+from megatron.extras.step.float8.weight_scales import WeightScale
 from megatron.model.gpt import GPT
 from megatron.parallel.entered_linear import ALONE, apply_entered_linears
 from megatron.parallel.layers import Piece

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.extras.training.float8 import rounding
-from megatron.extras.training.float8.rounding import (
+from megatron.extras.step.float8 import rounding
+from megatron.extras.step.float8.rounding import (
     FORWARD,
     find_all_largest,
     find_largest,
@@ -231,7 +231,7 @@ def test_kernels_compile_for_hopper_and_move_16_bytes_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    from megatron.extras.training.float8 import rounding_kernel as kernels
+    from megatron.extras.step.float8 import rounding_kernel as kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     block = {"block": 4096}

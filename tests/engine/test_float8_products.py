@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from process_pool import ProcessPool, succeed
 from torch import Tensor
 
-from megatron.extras.training.float8.engine import choose_loss_scale
-from megatron.extras.training.float8.products import Float8Products
-from megatron.extras.training.float8.recipe import Recipe
-from megatron.extras.training.float8.rounding import find_largest, multiply_rounded, round_to_float8
-from megatron.extras.training.float8.weight_scales import WeightScale
+from megatron.extras.step.float8.engine import choose_loss_scale
+from megatron.extras.step.float8.products import Float8Products
+from megatron.extras.step.float8.recipe import Recipe
+from megatron.extras.step.float8.rounding import find_largest, multiply_rounded, round_to_float8
+from megatron.extras.step.float8.weight_scales import WeightScale
 from megatron.parallel.entered_linear import ALONE, apply_entered_linears
 from megatron.parallel.grid import Grid
 from megatron.parallel.layers import Piece

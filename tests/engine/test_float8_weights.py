@@ -57,8 +57,8 @@ CALLS = [each for each in HISTORY if each.split()[0] in ("train", "evaluate")]
 @contextmanager
 def patch_rounding(*, stale: bool) -> Iterator[None]:
     """Keep the weights of the call before, if asked to."""
-    from megatron.extras.training.float8.fixed_weights import FixedWeights
-    from megatron.extras.training.float8.products import Float8Products
+    from megatron.extras.step.float8.fixed_weights import FixedWeights
+    from megatron.extras.step.float8.products import Float8Products
 
     with ExitStack() as stack:
         if stale:
@@ -81,7 +81,7 @@ class History:
         import torch
 
         from megatron.data.batches import Microbatch
-        from megatron.extras.training.float8.engine import Float8Engine
+        from megatron.extras.step.float8.engine import Float8Engine
 
         self._engine = engine = Float8Engine(plan, mesh)
         if always:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.extras.training.deepspeed.fragments import Fragment, split_run
+from megatron.extras.step.deepspeed.fragments import Fragment, split_run
 from megatron.parallel.layers import Init, ParameterSpec
 
 

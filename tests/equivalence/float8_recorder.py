@@ -92,7 +92,7 @@ class Recorder:
             length: Tokens of a sample.
             given: What one process rounded, which the layers then round in place of their own.
         """
-        from megatron.extras.training.float8.engine import Float8Engine
+        from megatron.extras.step.float8.engine import Float8Engine
         from megatron.parallel.context import take_own
         from megatron.parallel.layers import RowParallelLinear
 
@@ -133,7 +133,7 @@ class Recorder:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Record the roundings of some steps."""
-        from megatron.extras.training.float8 import products
+        from megatron.extras.step.float8 import products
 
         cls = products.Float8Products
         multiply, begin = cls.multiply, cls.begin_backward

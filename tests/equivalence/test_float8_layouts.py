@@ -154,7 +154,7 @@ class Job:
 def train_job(job: Job) -> Any:
     """Train every case on this rank, and return its numbers. See `train`."""
     from megatron.extras.interop.translators.translator import load_config
-    from megatron.extras.training.float8 import products
+    from megatron.extras.step.float8 import products
     from megatron.parallel.launcher import read_launcher_world
     from megatron.run.start.meet import join_ranks
 
@@ -175,7 +175,7 @@ def train_job(job: Job) -> Any:
 
 def _use_own_scales() -> Any:
     """Let each rank take the largest values from its own parts."""
-    from megatron.extras.training.float8.products import Float8Products
+    from megatron.extras.step.float8.products import Float8Products
 
     find = Float8Products._find_largest
 

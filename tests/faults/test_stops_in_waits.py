@@ -62,7 +62,7 @@ def compile_slowly(rank: int) -> None:
 
 def hang_in_stream(rank: int) -> None:
     """Let a read of streamed data hang on the last rank, as with a server that does not answer."""
-    from megatron.extras.training.stream.source import StreamSource
+    from megatron.extras.samples.stream.source import StreamSource
 
     if is_last(rank):
         slow_down(StreamSource, "_read", 4, 600, "the stream hangs")
@@ -86,7 +86,7 @@ def hang_at_the_next_size(rank: int) -> None:
 
 def signal_itself_in_tasks(rank: int) -> None:
     """Send SIGTERM to the last rank when it computes the first likelihoods."""
-    from megatron.extras.training.scoring.in_loop import EngineScorer
+    from megatron.extras.inference.scoring.in_loop import EngineScorer
 
     make = EngineScorer._make_microbatches
 
@@ -173,7 +173,7 @@ def test_a_wait_for_a_lease(new_job: NewJob) -> None:
     assert job.snapshot() == before
 
 
-ROLLING_BACK = "megatron.extras.training.guard.spike_response.execute_rollback"
+ROLLING_BACK = "megatron.extras.watch.guard.spike_response.execute_rollback"
 
 
 @pytest.mark.full

@@ -7,8 +7,8 @@ import torch
 from model.builders import build, some_tokens, tiny_config
 from model.reference_models import FAMILIES
 
-from megatron.extras.training.generate.cached_model import CachedModel
-from megatron.extras.training.generate.staged_model import StagedModel
+from megatron.extras.inference.generate.cached_model import CachedModel
+from megatron.extras.inference.generate.staged_model import StagedModel
 from megatron.model.gpt import GPT
 
 LENGTH = 24

@@ -12,8 +12,8 @@ from process_pool import ProcessPool, pretrain, succeed
 from tiny_corpus import MERGES, VOCAB
 from tokenizer.test_tokenizers import folder_with
 
+from megatron.extras.inference.commands import generate
 from megatron.extras.interop.convert.importing import import_model
-from megatron.extras.training.commands import generate
 
 SIZES = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "

@@ -12,20 +12,20 @@ from process_pool import ProcessPool, succeed
 
 from megatron.base.errors import ConfigError, LayoutError
 from megatron.checkpoint.load import open_checkpoint
-from megatron.extras.interop.convert.importing import import_model
-from megatron.extras.training.generate.generation import (
+from megatron.extras.inference.generate.generation import (
     Continuation,
     GenerationOptions,
     check_prompt,
     generate,
 )
-from megatron.extras.training.generate.load import (
+from megatron.extras.inference.generate.load import (
     join_ranks,
     load_part,
     store_for_single_prompts,
 )
-from megatron.extras.training.generate.sampling import SamplingOptions
-from megatron.extras.training.generate.staged_model import StagedModel
+from megatron.extras.inference.generate.sampling import SamplingOptions
+from megatron.extras.inference.generate.staged_model import StagedModel
+from megatron.extras.interop.convert.importing import import_model
 from megatron.model.mlp import MLP
 
 PROMPTS = [[3, 14, 15, 92, 65], [35, 8], [97, 93, 23, 84, 62, 64, 33, 8, 32], [50, 28]]

@@ -12,7 +12,7 @@ from process_pool import ProcessPool, pretrain, succeed
 from tiny_corpus import MERGES, VOCAB
 
 from megatron.base.errors import ConfigError
-from megatron.extras.training.generate.load import join_ranks
+from megatron.extras.inference.generate.load import join_ranks
 
 SIZES = (
     "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
@@ -44,7 +44,7 @@ def launch(run: Path, tmp_path: Path) -> Iterator[Launch]:
         flags.split(),
         RANKS,
         tmp_path / "logs",
-        program="megatron.extras.training.commands.generate",
+        program="megatron.extras.inference.commands.generate",
     )
     try:
         started.wait_for_line("new_tokens")

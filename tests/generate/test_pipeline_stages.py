@@ -15,12 +15,12 @@ from process_pool import ProcessPool, succeed
 
 from megatron.base.errors import ConfigError, LayoutError
 from megatron.checkpoint.load import open_checkpoint
+from megatron.extras.inference.generate import cached_model
+from megatron.extras.inference.generate.generation import GenerationOptions, generate
+from megatron.extras.inference.generate.load import join_ranks, load_part, store_for_single_prompts
+from megatron.extras.inference.generate.sampling import SamplingOptions
+from megatron.extras.inference.scoring.likelihood import Scorer
 from megatron.extras.interop.convert.importing import import_model
-from megatron.extras.training.generate import cached_model
-from megatron.extras.training.generate.generation import GenerationOptions, generate
-from megatron.extras.training.generate.load import join_ranks, load_part, store_for_single_prompts
-from megatron.extras.training.generate.sampling import SamplingOptions
-from megatron.extras.training.scoring.likelihood import Scorer
 
 LAYERS = 5
 CONTEXT = 64

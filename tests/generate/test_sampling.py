@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.base.errors import ConfigError
-from megatron.extras.training.generate.sampling import (
+from megatron.extras.inference.generate.sampling import (
     Sampler,
     SamplingOptions,
     check_sampling,

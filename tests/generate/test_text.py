@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_corpus import GPT2
 
-from megatron.extras.training.generate.generation import IncrementalText
+from megatron.extras.inference.generate.generation import IncrementalText
 from megatron.tokenizer import build_tokenizer
 
 TOKENIZER = build_tokenizer(GPT2)

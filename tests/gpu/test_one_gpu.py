@@ -85,7 +85,7 @@ IN_FP32 = {
 }
 """Name -> flags of a run whose losses on the GPU must equal those on the CPU."""
 KERNELS = "--rope-fusion --bias-swiglu-fusion --cross-entropy-loss-fusion --adamw-fusion"
-"""The kernels of `megatron.extras.training.kernels`. A CPU uses PyTorch's operators."""
+"""The kernels of `megatron.extras.step.kernels`. A CPU uses PyTorch's operators."""
 IN_FP32 |= {
     "kernels": f"{LLAMA} {KERNELS} --rotary-percent 0.5 --z-loss-coefficient 1e-4",
     "wide-kernels": f"{WIDE} {KERNELS}",
@@ -557,7 +557,7 @@ def test_layers_in_float8_equal_the_emulated_ones(
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("the GPU has no products with a scale for each row")
     from benchmarks.float8_speed import Layers, build_pass, draw_tensors
-    from megatron.extras.training.float8.recipe import Recipe
+    from megatron.extras.step.float8.recipe import Recipe
 
     device = torch.device("cpu" if ON_CPU else "cuda")
     # The first layers have a number of tokens that is no multiple of 16, so it is padded.

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.extras.training.kernels import gate, rotary
+from megatron.extras.step.kernels import gate, rotary
 from megatron.model.positions import make_rotary_table, rotate
 
 ACTIVATIONS: dict[str, Any] = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.extras.training.kernels.cross_entropy import CrossEntropyKernels
+from megatron.extras.step.kernels.cross_entropy import CrossEntropyKernels
 from megatron.model import loss
 from megatron.model.loss import VocabSlice, cross_entropy
 from megatron.model.tally import Tally

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from model.kernel_comparisons import find_power, measure_pairs
 from torch import Tensor
 
-from megatron.extras.training.kernels.head_norm import normalise_projection
-from megatron.extras.training.kernels.residual_norm import add_and_normalise
+from megatron.extras.step.kernels.head_norm import normalise_projection
+from megatron.extras.step.kernels.residual_norm import add_and_normalise
 from megatron.model.norm import LayerNorm, RMSNorm
 from megatron.model.positions import make_rotary_table, rotate
 from megatron.parallel.mesh import TensorParallel
@@ -90,7 +90,7 @@ def compare_norm(
     if with_branch:
         inputs.append(branch.requires_grad_())
     total, out = add_and_normalise(x, branch if with_branch else None, norm)
-    count = "megatron.extras.training.kernels.residual_norm_kernel.count_programs"
+    count = "megatron.extras.step.kernels.residual_norm_kernel.count_programs"
     with nullcontext() if programs is None else mock.patch(count, return_value=programs):
         grads = torch.autograd.grad([total, out], inputs, [of_total, of_norm])
     assert torch.equal(total, x + branch if with_branch else x)
@@ -159,7 +159,7 @@ def compare_head_norm(
         .permute(3, 0, 1, 2, 4)
         for part in found
     ]
-    count = "megatron.extras.training.kernels.head_norm_kernel.count_programs"
+    count = "megatron.extras.step.kernels.head_norm_kernel.count_programs"
     with nullcontext() if programs is None else mock.patch(count, return_value=programs):
         of_qkv, *of_weights = torch.autograd.grad(
             found, [qkv, *(norm.weight for norm in norms)], grads

@@ -226,8 +226,8 @@ def test_masks_that_depend_on_the_layout_give_a_warning() -> None:
 
 def compare_kernels() -> list[tuple[bool, ...]]:
     """Compare masks, values and gradients of the kernels with those of PyTorch's operators."""
-    from megatron.extras.training.kernels.dropout import drop
-    from megatron.extras.training.kernels.dropout_kernel import launch
+    from megatron.extras.step.kernels.dropout import drop
+    from megatron.extras.step.kernels.dropout_kernel import launch
 
     generator = torch.Generator().manual_seed(1)
     site = torch.tensor(3)

@@ -25,8 +25,8 @@ from triton_interpreter import train
 
 from megatron.config.kernels import KernelsConfig
 from megatron.engine.parallelize import compile_blocks, fuse_operators, recompute_blocks
-from megatron.extras.training.kernels import gate, head_norm, residual_norm, rotary
-from megatron.extras.training.kernels.operators import build_operators
+from megatron.extras.step.kernels import gate, head_norm, residual_norm, rotary
+from megatron.extras.step.kernels.operators import build_operators
 from megatron.model.execution import Execution
 from megatron.model.inputs import Inputs
 from megatron.model.positions import make_rotary_table, rotate
@@ -231,7 +231,7 @@ def test_kernels_compile_for_hopper_and_move_16_bytes_at_once(
 ) -> None:
     """The interpreter accepts more than the compiler, which needs no GPU."""
     pytest.importorskip("triton")
-    from megatron.extras.training.kernels import (
+    from megatron.extras.step.kernels import (
         gate_kernel,
         head_norm_kernel,
         residual_norm_kernel,

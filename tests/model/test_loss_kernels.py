@@ -72,7 +72,7 @@ def test_kernels_compile_for_hopper_and_move_16_bytes_at_once(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from megatron.extras.training.kernels import cross_entropy_kernel as kernels
+    from megatron.extras.step.kernels import cross_entropy_kernel as kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     shared = {"logits": "*bf16", "stride": "i32", "real": "i32", "columns": "i32"}

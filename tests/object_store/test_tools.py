@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from object_store.jobs import NewStoreJob, Stored, StoreJob
 
+from megatron.extras.inference.commands import generate
 from megatron.extras.interop.commands import inspect_checkpoint
 from megatron.extras.operations.commands import rollback
-from megatron.extras.training.commands import generate
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "openwebtext-100"
 TOKENIZER = (
@@ -100,8 +100,8 @@ def check_generation(address: str, folder: Path, capsys: pytest.CaptureFixture[s
 def test_conversion_and_evaluation(
     job: StoreJob, address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from megatron.extras.inference.commands import evaluate
     from megatron.extras.interop.commands import convert_checkpoint
-    from megatron.extras.training.commands import evaluate
 
     out = tmp_path / "hf"
     assert convert_checkpoint.main(["to-hf", "--load", address, "--out", str(out)]) == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import codecarbon
 import pytest
 
-from megatron.extras.training.trackers.emissions import Emissions
+from megatron.extras.watch.trackers.emissions import Emissions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,7 +28,7 @@ def test_csv_is_written_and_nothing_is_logged(tmp_path: Path) -> None:
     """
     code = (
         "import sys\n"
-        "from megatron.extras.training.trackers.emissions import Emissions\n"
+        "from megatron.extras.watch.trackers.emissions import Emissions\n"
         "emissions = Emissions(sys.argv[1], 'FRA')\n"
         "emissions.flush()\n"
         "kg = emissions.stop()\n"
@@ -111,7 +111,7 @@ def test_full_disk_is_reported_once_and_tried_again(tmp_path: Path) -> None:
     """
     code = (
         "import os, resource, signal, sys\n"
-        "from megatron.extras.training.trackers.emissions import Emissions\n"
+        "from megatron.extras.watch.trackers.emissions import Emissions\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "emissions = Emissions(sys.argv[1], 'FRA'); emissions.flush()\n"
         "size = os.stat(sys.argv[1] + '/emissions.csv').st_size\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.extras.training.profiling.profiler import MemoryHistory
+from megatron.extras.watch.profiler import MemoryHistory
 
 
 @pytest.fixture

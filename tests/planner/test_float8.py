@@ -24,7 +24,7 @@ from megatron.extras.planner.prediction import (
     describe_software,
     predict_plan,
 )
-from megatron.extras.training.float8.kind import warn_of_small_layers
+from megatron.extras.step.float8.kind import warn_of_small_layers
 from megatron.model.shape import ModelShape
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan

@@ -24,7 +24,7 @@ from megatron.extras.planner.cost.search import SearchSpace, list_divisors, sear
 from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
 from megatron.extras.planner.cost.trace import build_trace
 from megatron.extras.planner.prediction import predict_plan
-from megatron.extras.training.engines import choose_engine
+from megatron.extras.step.engines import choose_engine
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
 

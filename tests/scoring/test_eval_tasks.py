@@ -22,11 +22,11 @@ from training.runs import Runner
 from megatron.base.errors import ConfigError
 from megatron.checkpoint.load import open_checkpoint
 from megatron.config.data import TokenizerConfig
-from megatron.extras.training.commands import evaluate
-from megatron.extras.training.generate.load import load_model
-from megatron.extras.training.generate.staged_model import StagedModel
-from megatron.extras.training.scoring.likelihood import Scorer
-from megatron.extras.training.scoring.tasks import find_tasks
+from megatron.extras.inference.commands import evaluate
+from megatron.extras.inference.generate.load import load_model
+from megatron.extras.inference.generate.staged_model import StagedModel
+from megatron.extras.inference.scoring.likelihood import Scorer
+from megatron.extras.inference.scoring.tasks import find_tasks
 from megatron.observe.metrics import read_metrics
 from megatron.tokenizer import build_tokenizer
 
@@ -61,7 +61,7 @@ def pretrain_offline(argv: list[str], cache: str) -> list[tuple[Any, Any]]:
     """Run a command line. Return the requests and likelihoods of each evaluation."""
     os.environ["HF_HOME"] = cache
     os.environ["HF_DATASETS_OFFLINE"] = "1"
-    from megatron.extras.training.scoring.eval_tasks import EvalTasks
+    from megatron.extras.inference.scoring.eval_tasks import EvalTasks
 
     seen: list[tuple[Any, Any]] = []
     compute = EvalTasks.compute_scores
@@ -80,7 +80,7 @@ def pretrain_offline(argv: list[str], cache: str) -> list[tuple[Any, Any]]:
 
 def stop_in_tasks(argv: list[str], cache: str) -> None:
     """Run a command line until a signal comes while the first batch of the tasks is scored."""
-    from megatron.extras.training.scoring.in_loop import EngineScorer
+    from megatron.extras.inference.scoring.in_loop import EngineScorer
 
     make = EngineScorer._make_microbatches
 
@@ -395,7 +395,7 @@ def test_the_harness_leaves_the_random_numbers_of_training(
     tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    from megatron.extras.training.scoring.fixed_tasks import FixedTasks
+    from megatron.extras.inference.scoring.fixed_tasks import FixedTasks
 
     tokenizer = build_tokenizer(TokenizerConfig(vocab_file=str(VOCAB), merge_file=str(MERGES)))
     random.seed(5)
@@ -417,7 +417,7 @@ def test_a_perplexity_that_is_too_large_is_infinite(
     tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    from megatron.extras.training.scoring.fixed_tasks import FixedTasks
+    from megatron.extras.inference.scoring.fixed_tasks import FixedTasks
 
     tokenizer = build_tokenizer(TokenizerConfig(vocab_file=str(VOCAB), merge_file=str(MERGES)))
     built = FixedTasks(find(["read_locally"], tasks), ["read_locally"], tokenizer, 32)
@@ -431,7 +431,7 @@ def test_a_continuation_that_does_not_fit_is_refused(
     tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    from megatron.extras.training.scoring.fixed_tasks import FixedTasks
+    from megatron.extras.inference.scoring.fixed_tasks import FixedTasks
 
     tokenizer = build_tokenizer(TokenizerConfig(vocab_file=str(VOCAB), merge_file=str(MERGES)))
     with pytest.raises(ConfigError, match=r"--eval-tasks choose_locally: .* does not fit"):

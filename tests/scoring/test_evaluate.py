@@ -14,11 +14,11 @@ from tiny_corpus import GPT2, MERGES, VOCAB
 
 from megatron.base.errors import ConfigError
 from megatron.checkpoint.load import open_checkpoint
+from megatron.extras.inference.commands import evaluate
+from megatron.extras.inference.generate.load import load_model
+from megatron.extras.inference.generate.staged_model import StagedModel
+from megatron.extras.inference.scoring.likelihood import Scorer, TextLoss, iterate_windows
 from megatron.extras.interop.commands import convert_checkpoint
-from megatron.extras.training.commands import evaluate
-from megatron.extras.training.generate.load import load_model
-from megatron.extras.training.generate.staged_model import StagedModel
-from megatron.extras.training.scoring.likelihood import Scorer, TextLoss, iterate_windows
 from megatron.tokenizer import build_tokenizer
 
 FLAGS = (
@@ -251,7 +251,7 @@ def test_wrong_settings_of_a_task_are_refused(
     settings: dict[str, Any], phrase: str, run: Path
 ) -> None:
     pytest.importorskip("lm_eval")
-    from megatron.extras.training.scoring.harness import CheckpointLM
+    from megatron.extras.inference.scoring.harness import CheckpointLM
 
     model = StagedModel(load_model(open_checkpoint(run, 6)))
     lm = CheckpointLM(model, build_tokenizer(GPT2), 1)

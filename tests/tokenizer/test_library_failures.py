@@ -21,7 +21,7 @@ from megatron.extras.preparation.preprocess.encoders import (
     choose_encoder,
 )
 from megatron.extras.preparation.preprocess.workers import BlockEncoder, EncodingJob
-from megatron.extras.training.stream.streamed_dataset import StreamedDataset
+from megatron.extras.samples.stream.streamed_dataset import StreamedDataset
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.failures import TokenizerError
 from megatron.tokenizer.sentencepiece_model import SentencePieceTokenizer

@@ -26,7 +26,7 @@ from megatron.config.data import DataConfig
 from megatron.data import array_file, content
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.registry import DatasetRegistry
-from megatron.extras.training.stream.build import list_streamed_datasets
+from megatron.extras.samples.stream.build import list_streamed_datasets
 from megatron.parallel.ranks import Ranks
 from megatron.run.start.data_files import DataFiles
 from megatron.run.state import TrainState

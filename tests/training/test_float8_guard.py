@@ -11,10 +11,10 @@ from process_pool import pretrain, succeed
 from training.runs import Runner
 
 from megatron.extras.operations.chronicle.records import read_events
-from megatron.extras.training.float8.engine import Float8Watch
-from megatron.extras.training.float8.operand_shares import LAYERS, OperandCounter, Share
-from megatron.extras.training.float8.recipe import Recipe
-from megatron.extras.training.float8.rounding import FORWARD, round_to_float8
+from megatron.extras.step.float8.engine import Float8Watch
+from megatron.extras.step.float8.operand_shares import LAYERS, OperandCounter, Share
+from megatron.extras.step.float8.recipe import Recipe
+from megatron.extras.step.float8.rounding import FORWARD, round_to_float8
 from megatron.observe.chronicle import CHRONICLE
 from megatron.parallel.grid import Grid
 
@@ -29,8 +29,8 @@ OUTLIER = "blocks.2.mlp.down"
 def damage_and_train(argv: list[str]) -> None:
     """Train with one huge weight, and with an infinity on the last rank in iteration 2."""
     from megatron.engine.engine_base import EngineBase
-    from megatron.extras.training.float8.engine import Float8Engine
-    from megatron.extras.training.float8.products import Float8Products
+    from megatron.extras.step.float8.engine import Float8Engine
+    from megatron.extras.step.float8.products import Float8Products
 
     multiply, prepare = Float8Products.multiply, Float8Engine._prepare_step
     initialise = EngineBase._initialise_weights

@@ -19,7 +19,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.spike_guard import SpikeGuardConfig
 from megatron.engine.base import StepOutcome, StepResult
 from megatron.engine.loss_scale import LossScale
-from megatron.extras.training.guard.spike_guard import SpikeGuard
+from megatron.extras.watch.guard.spike_guard import SpikeGuard
 from megatron.observe.metrics import read_metrics
 
 TP2_PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 2"
@@ -77,7 +77,7 @@ def train(
         switch: The kill switch that asks for it. Without it, a signal does.
     """
     from megatron.engine.native import NativeEngine
-    from megatron.extras.training.late_reading import kind
+    from megatron.extras.step.late_reading import kind
 
     order: list[str] = []
     compute, judge = NativeEngine._run_microbatches, NativeEngine._judge_step

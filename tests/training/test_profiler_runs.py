@@ -11,7 +11,7 @@ import pytest
 import torch
 from training.runs import Runner
 
-from megatron.extras.training.profiling.profiler import Profiler
+from megatron.extras.watch.profiler import Profiler
 
 SUFFIX = ".pt.trace.json.gz"
 

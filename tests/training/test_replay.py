@@ -20,12 +20,12 @@ from megatron.base.errors import FaultyHostError
 from megatron.base.outside_file import parse_json
 from megatron.extras.operations.chronicle.events import describe_stop
 from megatron.extras.operations.slurm.start import TrainingStarts
-from megatron.extras.training.replay.first_difference import (
+from megatron.extras.watch.replay.first_difference import (
     describe_difference,
     find_first_ranks,
     sort_messages,
 )
-from megatron.extras.training.replay.recorder import Entry, compute_measures
+from megatron.extras.watch.replay.recorder import Entry, compute_measures
 from megatron.observe.chronicle import CHRONICLE
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def compare_curves(cases: Sequence[str], steps: int) -> list[bool]:
 
 def find_flips(case: str, flips: Sequence[Flip]) -> list[str]:
     """Return the message of each flip."""
-    from megatron.extras.training.replay.replay import MicrobatchReplay
+    from megatron.extras.watch.replay.replay import MicrobatchReplay
 
     messages = []
     for run in start_runs([case]):
@@ -329,7 +329,7 @@ def find_stored_flip(case: str) -> tuple[str, str]:
     replicas say about it.
     """
     from megatron.base.errors import TrainingError
-    from megatron.extras.training.replay.replay import MicrobatchReplay
+    from megatron.extras.watch.replay.replay import MicrobatchReplay
 
     said = ["", ""]
     for run in start_runs([case]):
@@ -375,7 +375,7 @@ def replay_with_noise(case: str, noisy: Sequence[int], flips: bool = True) -> tu
 
     Return what each of two replays found, and what the log has.
     """
-    from megatron.extras.training.replay.replay import MicrobatchReplay
+    from megatron.extras.watch.replay.replay import MicrobatchReplay
 
     messages = []
     lines: list[str] = []

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.extras.training.guard.spike_estimator import LASTING, SpikeEstimator
+from megatron.extras.watch.guard.spike_estimator import LASTING, SpikeEstimator
 
 VALUES = st.lists(st.floats(min_value=0.01, max_value=100), min_size=1, max_size=80)
 

@@ -13,8 +13,8 @@ import pytest
 
 from megatron.config.spike_guard import SpikeGuardConfig
 from megatron.engine.base import StepOutcome, StepResult
-from megatron.extras.training.guard.spike_estimator import LASTING
-from megatron.extras.training.guard.spike_guard import SpikeGuard
+from megatron.extras.watch.guard.spike_estimator import LASTING
+from megatron.extras.watch.guard.spike_guard import SpikeGuard
 
 CURVES = Path(__file__).resolve().parents[1] / "fixtures/published_runs/gpt2_124m_curves.npz"
 

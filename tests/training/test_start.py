@@ -182,7 +182,7 @@ def test_a_rank_without_the_deepspeed_json_is_named(
 
 def pretrain_with_file(argv: list[str], file: str) -> None:
     """Train with another path of the DeepSpeed JSON in this rank's agreement."""
-    from megatron.extras.training.deepspeed.kind import DEEPSPEED
+    from megatron.extras.step.deepspeed.kind import DEEPSPEED
     from megatron.run.pretrain import pretrain
 
     def describe(config):

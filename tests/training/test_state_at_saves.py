@@ -40,7 +40,7 @@ class Touch:
 
 def engine_class(argv: list[str]) -> Any:
     if DEEPSPEED in argv:
-        from megatron.extras.training.deepspeed.deepspeed import DeepSpeedEngine
+        from megatron.extras.step.deepspeed.deepspeed import DeepSpeedEngine
 
         return DeepSpeedEngine
     from megatron.engine.native import NativeEngine

@@ -12,7 +12,7 @@ from process_pool import ProcessPool, pretrain, succeed
 from training.runs import Runner
 
 from megatron.extras.operations.chronicle.records import read_events
-from megatron.extras.training.stragglers.stragglers import compare_times
+from megatron.extras.watch.stragglers import compare_times
 from megatron.model.block import Block
 from megatron.observe.block_timer import BlockTimer
 from megatron.observe.chronicle import CHRONICLE
@@ -259,7 +259,7 @@ def test_collectives_still_count_as_communication() -> None:
 
 
 def test_hooks_exist_only_while_a_step_is_measured(tmp_path: Path) -> None:
-    from megatron.extras.training.stragglers.stragglers import MEASURED_STEPS, StragglerWatch
+    from megatron.extras.watch.stragglers import MEASURED_STEPS, StragglerWatch
 
     class Stage:
         block = torch.nn.Linear(1, 1)

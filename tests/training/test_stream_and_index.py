@@ -13,9 +13,9 @@ from training.runs import SIZES
 
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.extras.preparation.commands import preprocess
-from megatron.extras.training.stream.listing import list_dataset
-from megatron.extras.training.stream.reader import Cursor, ShardReader
-from megatron.extras.training.stream.streamed_dataset import Specials, StreamedDataset
+from megatron.extras.samples.stream.listing import list_dataset
+from megatron.extras.samples.stream.reader import Cursor, ShardReader
+from megatron.extras.samples.stream.streamed_dataset import Specials, StreamedDataset
 from megatron.observe.metrics import read_metrics
 from megatron.tokenizer import build_tokenizer
 

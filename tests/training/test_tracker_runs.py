@@ -183,7 +183,7 @@ def test_missing_package_is_refused_before_training(run: Runner) -> None:
 
 def pretrain_without_wandb(argv: list[str]) -> None:
     """Run the main job where the package wandb is not installed."""
-    import megatron.extras.training.trackers.trackers as module
+    import megatron.extras.watch.trackers.trackers as module
 
     original = module.find_spec
     module.find_spec = lambda *name: None
@@ -212,7 +212,7 @@ def test_tracker_that_fails_or_hangs_does_not_stop_training(
 
 def pretrain_quickly(argv: list[str], environment: dict[str, str]) -> None:
     """Run the main job, and wait for trackers at its end for 2 seconds only."""
-    import megatron.extras.training.trackers.process as module
+    import megatron.extras.watch.trackers.process as module
 
     original = module._CLOSE_SECONDS
     module._CLOSE_SECONDS = 2.0

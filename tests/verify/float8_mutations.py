@@ -9,7 +9,7 @@ OPERANDS = "scales and values of float8"
 
 
 def take_scales_from_own_shard() -> None:
-    from megatron.extras.training.float8.weight_scales import WeightMaxima
+    from megatron.extras.step.float8.weight_scales import WeightMaxima
 
     def make(initialise: Any) -> Any:
         def initialise_alone(maxima: Any, *args: Any, **kwargs: Any) -> None:
@@ -21,13 +21,13 @@ def take_scales_from_own_shard() -> None:
 
 
 def take_scales_from_own_part() -> None:
-    from megatron.extras.training.float8 import products
+    from megatron.extras.step.float8 import products
 
     wrap(products, "all_reduce", lambda _: lambda largest, group, *operation: None)
 
 
 def keep_scales_of_first_step() -> None:
-    from megatron.extras.training.float8.weight_scales import WeightMaxima
+    from megatron.extras.step.float8.weight_scales import WeightMaxima
 
     def make(refresh: Any) -> Any:
         def refresh_once(maxima: Any) -> None:
@@ -40,7 +40,7 @@ def keep_scales_of_first_step() -> None:
 
 
 def halve_gradients_of_weights() -> None:
-    from megatron.extras.training.float8.products import _Gradients
+    from megatron.extras.step.float8.products import _Gradients
 
     def make(multiply: Any) -> Any:
         def multiply_input(gradients: Any, number: int, x: Any) -> Any:

@@ -27,7 +27,7 @@ from megatron.extras.planner.verify.reduction import (
     use_own_precision,
 )
 from megatron.extras.planner.verify.report import describe_layout
-from megatron.extras.training.float8.recipe import list_float8_layers
+from megatron.extras.step.float8.recipe import list_float8_layers
 from megatron.parallel.grid import GridCoordinate
 
 SHORT = {

@@ -24,7 +24,7 @@ from megatron.extras.planner.cost.memory import BALANCED_ENDS, count_virtual_lay
 from megatron.extras.planner.cost.parameter_traffic import reduces_each_microbatch
 from megatron.extras.planner.cost.search import SearchSpace
 from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
-from megatron.extras.training.float8.recipe import ROWWISE, list_float8_layers
+from megatron.extras.step.float8.recipe import ROWWISE, list_float8_layers
 from megatron.plan.graph_choice import runs_eager_passes
 from megatron.plan.kernel_choice import CPU, KernelDevice, choose_kernels
 from megatron.plan.run_plan import Plan
@@ -222,7 +222,7 @@ def build_search_space(plan: Plan, hardware: Hardware) -> SearchSpace:
         # The caller tries larger sizes if nothing fits.
         context=plan.config.parallel.context_parallel_size,
         exchange_heads=EXCHANGES_HEADS[plan.config.parallel.cp_comm_type],
-        # DeepSpeed has neither of them (`megatron/extras/training/deepspeed/kind.py`).
+        # DeepSpeed has neither of them (`megatron/extras/step/deepspeed/kind.py`).
         virtual=1 if deepspeed else None,
         hsdp=False if deepspeed else None,
         pad=pad,

@@ -37,7 +37,7 @@ from megatron.extras.planner.cost.pipeline_simulation import simulate_pipeline
 from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.cost.trace import build_trace
 from megatron.extras.planner.prediction import can_be_predicted, predict_plan
-from megatron.extras.training.float8.recipe import MULTIPLE, fits_float8, list_float8_layers
+from megatron.extras.step.float8.recipe import MULTIPLE, fits_float8, list_float8_layers
 from megatron.plan.run_plan import Plan
 from megatron.run.host_memory import count_checkpoint_bytes
 

@@ -38,7 +38,7 @@ from megatron.extras.planner.prediction import (
     predict_plan,
     propose_float8,
 )
-from megatron.extras.training.engines import choose_engine
+from megatron.extras.step.engines import choose_engine
 from megatron.plan.resolve import resolve
 from megatron.plan.rules.finding import list_errors
 from megatron.plan.rules.kernels import check_float8

@@ -2,7 +2,7 @@
 
 A linear layer has three products. Before a product, both operands are rounded, with a scale from
 the largest value of the complete tensor (docs/float8.md). The formulas count what
-`megatron.extras.training.float8` does. `tests/cuda/test_float8_dry_run.py` compares the messages
+`megatron.extras.step.float8` does. `tests/cuda/test_float8_dry_run.py` compares the messages
 and the bytes with steps on fake GPUs.
 
 Notation: T tokens of a microbatch on this rank, k columns of an input, n columns of an output.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.extras.planner.cost.layout import Float8, RankLayout
-from megatron.extras.training.float8.recipe import fits_float8
+from megatron.extras.step.float8.recipe import fits_float8
 from megatron.model.shape import ModelShape
 
 _LARGEST = 2

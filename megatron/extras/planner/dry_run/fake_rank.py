@@ -25,8 +25,8 @@ from megatron.extras.planner.dry_run.record import (
     RankReport,
 )
 from megatron.extras.planner.dry_run.stand_ins import DEFAULT_STREAM, GPU
-from megatron.extras.training.float8.kind import FLOAT8
-from megatron.extras.training.kernels.operators import build_operators
+from megatron.extras.step.float8.kind import FLOAT8
+from megatron.extras.step.kernels.operators import build_operators
 from megatron.model.experts import dispatch, layer
 from megatron.observe.timers import COMMUNICATION, Timers
 from megatron.parallel.mesh import ExpertParallel, Mesh, build_mesh

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron.base.errors import ConfigError, DataError
 from megatron.base.outside_file import load_json
 from megatron.checkpoint.load import Checkpoint
+from megatron.extras.inference.generate.load import load_model
 from megatron.extras.interop.convert.architectures import ARCHITECTURES
 from megatron.extras.interop.convert.tensors import TensorPair, pair_tensors
 from megatron.extras.interop.convert.trainer_names import (
@@ -27,7 +28,6 @@ from megatron.extras.interop.convert.trainer_names import (
     choose_llm_baselines_names,
     strip_wrappers,
 )
-from megatron.extras.training.generate.load import load_model
 from megatron.model.gpt import GPT
 from megatron.model.shape import ModelShape
 

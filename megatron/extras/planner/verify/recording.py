@@ -46,7 +46,7 @@ class RoundedOperand:
 def record_operands(operands: list[RoundedOperand]) -> Iterator[None]:
     """Record what this process rounds to float8 in this context."""
     # The import takes seconds.
-    from megatron.extras.training.float8 import products as module
+    from megatron.extras.step.float8 import products as module
 
     cls, gradients = module.Float8Products, module._Gradients
     count, get_weight, round_input = cls._count, cls.get_weight, gradients._round_input

@@ -27,7 +27,7 @@ from megatron.extras.planner.verify.features import (
     list_groups,
     list_plan_groups,
 )
-from megatron.extras.training.float8.recipe import MULTIPLE
+from megatron.extras.step.float8.recipe import MULTIPLE
 from megatron.parallel.grid import Grid
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan

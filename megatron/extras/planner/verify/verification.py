@@ -51,7 +51,7 @@ from megatron.extras.planner.verify.reference import ReferenceRun, run_reference
 from megatron.extras.planner.verify.reference_dropout import list_microbatches
 from megatron.extras.planner.verify.synthetic import write_data
 from megatron.extras.planner.verify.trace import TracedRank, find_first_difference
-from megatron.extras.training.float8.recipe import GRADIENTS
+from megatron.extras.step.float8.recipe import GRADIENTS
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
 

@@ -34,7 +34,7 @@ from megatron.extras.preparation.conversations.rows import (
 from megatron.extras.preparation.preprocess.input_files import expand_inputs, leave_out_output
 from megatron.extras.preparation.preprocess.journal import lock_output
 from megatron.extras.preparation.preprocess.texts import BadLine
-from megatron.extras.training.chat.template import (
+from megatron.extras.samples.chat.template import (
     THOUGHTS,
     end_process,
     load_chat_template,

@@ -34,8 +34,8 @@ from megatron.extras.preparation.conversations.words import (
     mark_calls,
     take_words,
 )
-from megatron.extras.training.chat.renderer import CLOSE, OPEN, RenderTimeoutError
-from megatron.extras.training.chat.template import (
+from megatron.extras.samples.chat.renderer import CLOSE, OPEN, RenderTimeoutError
+from megatron.extras.samples.chat.template import (
     ChatTemplate,
     Message,
     name_thoughts,

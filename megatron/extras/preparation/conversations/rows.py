@@ -12,13 +12,13 @@ from megatron.base.errors import DataError
 from megatron.base.outside_file import parse_json
 from megatron.extras.preparation.preprocess.input_files import InputFormat, find_format
 from megatron.extras.preparation.preprocess.inputs import read_blocks
-from megatron.extras.training.chat.renderer import CLOSE, OPEN
-from megatron.extras.training.chat.template import (
+from megatron.extras.samples.chat.renderer import CLOSE, OPEN
+from megatron.extras.samples.chat.template import (
     THOUGHTS,
     Message,
     name_thoughts,
 )
-from megatron.extras.training.stream.table_files import open_arrow, open_parquet
+from megatron.extras.samples.stream.table_files import open_arrow, open_parquet
 
 ROLES = ("system", "user", "assistant", "tool")
 _COLUMNS = ("messages", "tools", "prompt", "completion")

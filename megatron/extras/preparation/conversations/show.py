@@ -11,7 +11,7 @@ import numpy as np
 from megatron.base.errors import ConfigError
 from megatron.base.plain_text import make_plain
 from megatron.data.indexed import IndexedDataset
-from megatron.extras.training.chat.packed import ConversationPacking
+from megatron.extras.samples.chat.packed import ConversationPacking
 from megatron.tokenizer import Tokenizer, list_special_token_ids
 
 _COLOUR = "\x1b[32m{}\x1b[0m"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.extras.preparation.conversations.words import Places
-from megatron.extras.training.chat.template import Message
+from megatron.extras.samples.chat.template import Message
 
 Window = tuple[int, int]
 Try = Callable[..., tuple[str, Places] | None]

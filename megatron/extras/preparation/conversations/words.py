@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from megatron.extras.training.chat.template import THOUGHTS, Message
+from megatron.extras.samples.chat.template import THOUGHTS, Message
 
 Places = dict[int, list[int]]
 """Number of each message -> where its texts begin and end in the rendered text, in order."""

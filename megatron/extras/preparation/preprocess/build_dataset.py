@@ -33,7 +33,7 @@ from megatron.extras.preparation.preprocess.resumable import ResumableWriter, pu
 from megatron.extras.preparation.preprocess.sampling import sample_texts
 from megatron.extras.preparation.preprocess.texts import BadLine
 from megatron.extras.preparation.preprocess.workers import Encoded, EncodingJob, encode_blocks
-from megatron.extras.training.stream.special_tokens import SpecialTokenCounter
+from megatron.extras.samples.stream.special_tokens import SpecialTokenCounter
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 NO_EOD = (

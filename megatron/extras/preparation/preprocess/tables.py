@@ -10,7 +10,7 @@ from typing import Any
 from megatron.base.errors import DataError
 from megatron.extras.preparation.preprocess.blocks import InputBlock, Position
 from megatron.extras.preparation.preprocess.input_files import InputFormat, find_format
-from megatron.extras.training.stream.table_files import check_values, open_arrow, open_parquet
+from megatron.extras.samples.stream.table_files import check_values, open_arrow, open_parquet
 
 
 def count_rows(path: str) -> int:

@@ -1,0 +1,4 @@
+"""What computes a step: engines, kernels and formats of numbers.
+
+What only looks at a step is in `extras.watch`.
+"""

@@ -1,0 +1,51 @@
+"""An engine whose microbatches are recorded as CUDA graphs. This module does not import torch."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megatron.engine.kind import BuildEngine, EngineKind
+
+if TYPE_CHECKING:
+    from megatron.engine.base import Engine
+    from megatron.parallel.mesh import Mesh
+    from megatron.plan.run_plan import Plan
+
+
+def add_graphs(kind: EngineKind) -> EngineKind:
+    """Return a kind of engine that records microbatches if its plan asks for it."""
+
+    def load(device_type: str) -> BuildEngine:
+        """Import the engine. See `EngineKind.load`."""
+        build: Any = kind.load(device_type)
+
+        def build_with_graphs(plan: Plan, mesh: Mesh, *arguments: Any, **options: Any) -> Engine:
+            """Build the engine. The choice of `plan.kernel_choice` is in the plan."""
+            # A graph is recorded in the second step, so the engine is built as without graphs.
+            engine: Engine = build(plan, mesh, *arguments, **options)
+            if plan.config.kernels.cuda_graph == "on" and _has_cuda():
+                from megatron.engine.native import NativeEngine
+                from megatron.extras.step.cuda_graph.captured_runner import capture_microbatches
+                from megatron.extras.step.cuda_graph.graph_recorder import CudaGraphRecorder
+
+                assert isinstance(engine, NativeEngine), "no other engine has graphs"
+                # Events that time collectives cannot be read if they are in a graph.
+                pause = nullcontext
+                if mesh.grid.world_size > 1:
+                    pause = arguments[0].pause
+                recorder = CudaGraphRecorder(mesh.device, pause)
+                capture_microbatches(engine, plan, mesh, recorder)
+            return engine
+
+        return build_with_graphs
+
+    return replace(kind, load=load, has_graphs=True)
+
+
+def _has_cuda() -> bool:
+    """Return whether torch is built for CUDA. A dry run has fake tensors of a GPU without it."""
+    import torch
+
+    return torch.backends.cuda.is_built()

@@ -1,0 +1,90 @@
+"""Softmax, target and gradient of logits, with one kernel before and one after the all-gather.
+
+The logits stay in the dtype of the product. The first kernel reads them once for the maximum, the
+sum of exp(logit - maximum) and the logit of the target. The second one reads them once more and
+writes their gradient in place. In 16 bits, these are 6 bytes for each logit. PyTorch's operators
+move 44 bytes, because they work on fp32 logits (docs/benchmarks.md). All arithmetic is in fp32,
+and the gradient is rounded once.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron.parallel.operators import make_operator
+
+
+@make_operator("reduce_logits")
+def _reduce(
+    logits: Tensor, real: int, local: Tensor, holds_target: Tensor, find_hits: bool
+) -> Tensor:
+    """Return what `LossKernels.reduce` returns for each row, [3 or 4, n'] in fp32."""
+    from megatron.extras.step.kernels.cross_entropy_kernel import launch_reduction
+
+    results = _make_results(logits, find_hits)
+    launch_reduction(logits, real, local, holds_target, results)
+    return results
+
+
+@torch.library.custom_op("megatron::write_logit_gradient", mutates_args=("logits",))
+def _write_gradient(
+    logits: Tensor,
+    real: int,
+    local: Tensor,
+    holds_target: Tensor,
+    top: Tensor,
+    factor: Tensor,
+    mask: Tensor | None,
+) -> None:
+    """Replace logits by their gradient."""
+    from megatron.extras.step.kernels.cross_entropy_kernel import launch_gradient
+
+    launch_gradient(logits, real, local, holds_target, top, factor, mask)
+
+
+def _make_results(logits: Tensor, find_hits: bool) -> Tensor:
+    return logits.new_empty((3 + find_hits, logits.shape[0]), dtype=torch.float32)
+
+
+@torch.library.register_fake("megatron::reduce_logits")
+def _(logits: Tensor, real: int, local: Tensor, holds_target: Tensor, find_hits: bool) -> Tensor:
+    return _make_results(logits, find_hits)
+
+
+@_write_gradient.register_fake
+def _(
+    logits: Tensor,
+    real: int,
+    local: Tensor,
+    holds_target: Tensor,
+    top: Tensor,
+    factor: Tensor,
+    mask: Tensor | None,
+) -> None:
+    """Allocate nothing."""
+
+
+class CrossEntropyKernels:
+    """The kernels of the loss. See `megatron.model.fused_operators.LossKernels`."""
+
+    def reduce(
+        self, logits: Tensor, real: int, local: Tensor, holds_target: Tensor, *, find_hits: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return this rank's part of what the ranks combine. See `LossKernels.reduce`."""
+        results = _reduce(logits, real, local, holds_target, find_hits)
+        hit = None
+        if find_hits:
+            hit = results[3]
+        return results[0], results[1], results[2], hit
+
+    def write_gradient(
+        self,
+        logits: Tensor,
+        real: int,
+        local: Tensor,
+        holds_target: Tensor,
+        top: Tensor,
+        factor: Tensor,
+        mask: Tensor | None,
+    ) -> None:
+        """Replace logits by their gradient."""
+        _write_gradient(logits, real, local, holds_target, top, factor, mask)

@@ -1,0 +1,113 @@
+"""The activations of the MLP with one kernel for each direction.
+
+In a gated MLP it is activation(gate) * up. PyTorch needs two kernels forward and three backward,
+which move 14 values for each element instead of 8. It also keeps activation(gate) for the backward
+pass. The square of ReLU takes two kernels forward and four backward, which move 14 values instead
+of 5.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.config.model import GLU
+from megatron.parallel.operators import make_operator
+
+
+@make_operator("apply_gate")
+def _apply(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    from megatron.extras.step.kernels.gate_kernel import launch_forward
+
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    launch_forward(gate.contiguous(), up.contiguous(), out, activation)
+    return out
+
+
+@make_operator("apply_gate_backward")
+def _differentiate(
+    grad: Tensor, gate: Tensor, up: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    from megatron.extras.step.kernels.gate_kernel import launch_backward
+
+    grad_gate = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    grad_up = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    launch_backward(
+        grad.contiguous(), gate.contiguous(), up.contiguous(), grad_gate, grad_up, activation
+    )
+    return grad_gate, grad_up
+
+
+@torch.library.register_fake("megatron::apply_gate")
+def _(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    return torch.empty_like(gate, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("megatron::apply_gate_backward")
+def _(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    one, other = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
+    return one, other
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
+    gate, up, ctx.activation = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    gate, up = ctx.saved_tensors
+    return (*_differentiate(grad, gate, up, ctx.activation), None)
+
+
+torch.library.register_autograd("megatron::apply_gate", _backward, setup_context=_save)
+
+
+@make_operator("square_relu")
+def _square(x: Tensor) -> Tensor:
+    from megatron.extras.step.kernels.gate_kernel import launch_square
+
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    launch_square(x.contiguous(), out)
+    return out
+
+
+@make_operator("square_relu_backward")
+def _square_back(grad: Tensor, x: Tensor) -> Tensor:
+    from megatron.extras.step.kernels.gate_kernel import launch_square_backward
+
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    launch_square_backward(grad.contiguous(), x.contiguous(), out)
+    return out
+
+
+@torch.library.register_fake("megatron::square_relu")
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("megatron::square_relu_backward")
+def _(grad: Tensor, x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _save_input(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate_square(ctx: Any, grad: Tensor) -> Tensor:
+    return _square_back(grad, *ctx.saved_tensors)
+
+
+torch.library.register_autograd(
+    "megatron::square_relu", _differentiate_square, setup_context=_save_input
+)
+
+
+def square_relu(x: Tensor) -> Tensor:
+    """Return the square of ReLU. See `FusedOperators.square_relu`."""
+    return _square(x)
+
+
+def apply_gate(gate: Tensor, up: Tensor, activation: GLU) -> Tensor:
+    """Return activation(gate) * up. See `ApplyGate`."""
+    return _apply(gate, up, activation)

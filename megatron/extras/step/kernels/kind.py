@@ -1,0 +1,67 @@
+"""An engine with kernels. This module imports neither torch nor Triton."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megatron.engine.kind import BuildEngine, EngineKind
+
+if TYPE_CHECKING:
+    from megatron.engine.base import Engine
+    from megatron.plan.run_plan import Plan
+
+
+def add_kernels(kind: EngineKind) -> EngineKind:
+    """Return a kind of engine whose model uses the kernels that its plan asks for.
+
+    Args:
+        kind: The kind of an engine that takes `FusedOperators`, as `EngineBase` does.
+    """
+
+    def load(device_type: str) -> BuildEngine:
+        """Import the engine. See `EngineKind.load`."""
+        build: Any = kind.load(device_type)
+
+        def build_with_kernels(plan: Plan, *arguments: Any, **options: Any) -> Engine:
+            """Build the engine with its kernels, which are only imported if there are some.
+
+            Raises:
+                ConfigError: See `choose_operators`.
+            """
+            drops = device_type == "cuda" and plan.config.model.has_dropout
+            if plan.config.kernels.fusion_flags or drops:
+                from megatron.extras.step.kernels.operators import choose_operators
+
+                options["operators"] = choose_operators(
+                    plan.config.kernels, device_type, has_dropout=plan.config.model.has_dropout
+                )
+            engine: Engine = build(plan, *arguments, **options)
+            return engine
+
+        return build_with_kernels
+
+    return replace(kind, load=load, find_kernel_obstacle=find_kernel_obstacle)
+
+
+def find_kernel_obstacle(device_type: str) -> str:
+    """Return why this process cannot run the kernels, or an empty text.
+
+    Args:
+        device_type: "cuda" or "cpu".
+    """
+    if device_type == "cpu":
+        return ""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; pip install 'megatron-3d[kernels]'"
+    try:
+        importlib.import_module("triton.language")
+    # A damaged package fails in many ways, and otherwise would fail in the first step.
+    except Exception as error:
+        return (
+            f"the import of Triton fails ({type(error).__name__}: {error}); pip install "
+            "--force-reinstall triton"
+        )
+    return ""

@@ -1,1 +1,0 @@
-"""Profiler traces and memory snapshots of some iterations (`profiler`)."""

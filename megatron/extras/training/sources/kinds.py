@@ -1,9 +1,0 @@
-"""The kind of data of each --dataset-format."""
-
-from megatron.data.source_kind import SourceKind
-from megatron.extras.training.stream.build import StreamedData
-from megatron.extras.training.stream.formats import FORMATS
-
-SOURCE_KINDS: dict[str, SourceKind] = {
-    **dict.fromkeys(FORMATS, StreamedData()),
-}

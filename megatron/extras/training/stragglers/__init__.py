@@ -1,1 +1,0 @@
-"""Finds ranks that compute more slowly than the others."""

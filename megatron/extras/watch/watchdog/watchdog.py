@@ -1,0 +1,343 @@
+"""The watchdog of `--hang-timeout`: a roll call that also starts when a phase takes too long.
+
+Each rank publishes its phase and its line of code in the rendezvous store once a second. A second
+thread, which never asks the store, compares the time of the phase with its limit. The rank that
+notices a hang first calls the roll: through the store it asks each rank for its state. All ranks
+that answer write their stacks and their collectives into the run's folder. The caller compares the
+states and names the ranks that the others wait for. Then all ranks end.
+
+The thread that publishes may block if the store hangs. The second thread then reports that the
+process that keeps the store does not answer.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from megatron.base import exit_codes
+from megatron.base.durable import replace_file
+from megatron.base.errors import HungRanksError, LostRanksError
+from megatron.extras.watch.watchdog.hang_verdict import describe_states, find_odd_ranks
+from megatron.extras.watch.watchdog.own_state import Stopwatch, read_state, write_state
+from megatron.parallel.messages import OutOfStepError
+from megatron.parallel.rank_progress import RankProgress
+from megatron.parallel.rank_state import RankState
+from megatron.parallel.roll_call import (
+    CALLED,
+    FINISHED,
+    Found,
+    RollCall,
+    call_in_thread,
+    store_is_rank_zeros,
+)
+from megatron.parallel.store_values import (
+    make_call_name,
+    parse_state,
+    read_call_name,
+    read_text,
+)
+from megatron.parallel.time_limit import TimeLimit
+
+TICK_SECONDS = 0.25
+"""Seconds between two comparisons of the phase with its limit."""
+_LONGEST_WINDOW_SECONDS = 3.0
+"""The longest time in which a rank must answer."""
+_WRITE_SECONDS = 1.0
+"""The longest time for the files of a rank. The file system may be what hangs."""
+_LINGER_SECONDS = 1.0
+"""Time for which rank 0 keeps the store after the verdict."""
+FOLDER = "hangs"
+"""Folder of the files about hangs, in the folder of `--save`."""
+
+
+class Watchdog(RollCall):
+    """A context manager around the run that ends it when a phase exceeds its limit."""
+
+    _REPORTED = (
+        "the run hangs or a collective has failed; another rank reports which ranks the others "
+        "wait for"
+    )
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        names: Sequence[str],
+        limit: TimeLimit,
+        *,
+        progress: RankProgress,
+        hang_timeout: float,
+        folder: Path | None,
+        report: Callable[[HungRanksError, str], None],
+    ) -> None:
+        """Connect to the store.
+
+        Args:
+            store: The rendezvous store.
+            rank: This rank.
+            names: The names of all ranks for messages.
+            limit: The limit of `--distributed-timeout-minutes`.
+            progress: The phases of this rank.
+            hang_timeout: Seconds that a step may take. See `Phase.factor` for other phases.
+            folder: The folder of `--save`. Without one, only the stacks are printed.
+            report: Reports an error to the launcher, and prints a message.
+        """
+        super().__init__(store, rank, names, limit)
+        self._window = min(self._window, _LONGEST_WINDOW_SECONDS)
+        self._progress = progress
+        self._stopwatch = Stopwatch(progress, hang_timeout, TICK_SECONDS)
+        self._folder = folder
+        self._report = report
+        self._beats: dict[int, RankState] = {}
+        """The last known state of the ranks that do not answer, and of rank 0."""
+        self._hang_timeout = hang_timeout
+        self._verdict = ""
+        self._call_name = ""
+        # The thread that holds it reports for this rank and ends the process. It is never released.
+        self._acting = threading.Lock()
+        self._watcher = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> "Watchdog":
+        """Start to answer calls and to watch."""
+        super().__enter__()
+        self._watcher.start()
+        return self
+
+    # -- in the thread of the store ---------------------------------------------------------------
+
+    def beat(self, store: dist.Store) -> None:
+        """Publish this rank's state, and remember rank 0's in case its store stops answering."""
+        state = read_state(self._main, self._progress, with_collectives=False)
+        store.set(_make_beat_key(self._rank), json.dumps(asdict(state)))
+        if store_is_rank_zeros():
+            self._read_beat(store, 0)
+
+    def _read_beat(self, store: dist.Store, rank: int) -> None:
+        """Remember the state that a rank has published, if there is one."""
+        key = _make_beat_key(rank)
+        if store.check([key]) and (state := parse_state(store.get(key))) is not None:
+            self._beats[rank] = state
+
+    def _describe_self(self) -> dict[str, Any]:
+        state = read_state(self._main, self._progress, with_collectives=True)
+        if self._leaving.is_set():
+            # The main thread was in a collective, which has failed.
+            state = replace(state, waits=True)
+        return asdict(state)
+
+    def _leave_after_answer(self, store: dist.Store) -> None:
+        """End this process with the caller's verdict, unless another thread does that."""
+        if self._leaving.is_set():
+            super()._leave_after_answer(store)
+        if self._acting.acquire(blocking=False):
+            self._follow(store)
+
+    # -- in the thread that watches ---------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Call the roll when a phase exceeds its limit, then end this process."""
+        while not self._stopwatch.exceeds_limit(time.monotonic()):
+            if self._leaving.wait(TICK_SECONDS):
+                return
+        if not self._acting.acquire(blocking=False):
+            return
+        found = Found()
+        # A request to a store whose process hangs never returns.
+        call = call_in_thread(lambda: self._call(self._describe_self()["at"], found))
+        call.join(self._window)
+        if found.reached:
+            call.join(self._window)
+        if not found.first:
+            follow = call_in_thread(lambda: self._follow(self._store))
+            follow.join(3 * self._window)
+            # The process of the store has ended, and with it the verdict.
+            self._report(HungRanksError(self._describe_exit()), self._describe_exit())
+            os._exit(exit_codes.FOUND)
+        # A silent store has not asked for the name.
+        name = self._call_name or self._describe_call()
+        verdict = self._verdict or self._describe_hang(found)
+        self._write_files(name)
+        self._write_verdict(verdict)
+        self._report(HungRanksError(verdict, self._find_hosts(found)), verdict)
+        self._end()
+
+    def _follow(self, store: dist.Store) -> None:
+        """Write this rank's files, wait for the caller's verdict, and end this process.
+
+        Raises:
+            RuntimeError: The store has ended.
+        """
+        verdict = None
+        try:
+            # Without a valid name, this rank uses one of its own.
+            self._write_files(read_call_name(store, CALLED) or self._describe_call())
+            self._wait_until({FINISHED}, 2 * self._window, store)
+            if store.check([FINISHED]):
+                verdict = read_text(store, FINISHED)
+        finally:
+            # The caller has printed the verdict. The launcher reads it from any rank's file.
+            message = self._describe_exit()
+            self._report(HungRanksError(verdict or message), message)
+            self._end()
+
+    def _build_out_of_step_error(self, error: OutOfStepError) -> LostRanksError:
+        """Report the error to the launcher as a hang is, and end this process."""
+        # If another thread reports a hang already, that report is at least as good.
+        if not self._acting.acquire(blocking=False):
+            time.sleep(6 * self._window)
+            return LostRanksError(self._describe_exit())
+        text = self._describe_out_of_step(error)
+        self._describe_call()
+        self._write_files(self._call_name)
+        if self._rank == 0:
+            self._write_verdict(text)
+        others = f"{self._names[self._rank]} exits, because {self._REPORTED}"
+        self._report(HungRanksError(text), text if self._rank == 0 else others)
+        self._end()
+
+    def _build_error(self, error: BaseException) -> LostRanksError:
+        if self._acting.acquire(blocking=False):
+            return super()._build_error(error)
+        # Another thread is about to report the hang and to end this process. A collective fails as
+        # soon as another rank has ended.
+        time.sleep(6 * self._window)
+        return LostRanksError(self._describe_exit())
+
+    def _end(self) -> NoReturn:
+        """End this process. Rank 0 stays until the others have read the verdict in its store."""
+        if self._rank == 0 and len(self._names) > 1 and store_is_rank_zeros():
+            time.sleep(_LINGER_SECONDS)
+        os._exit(exit_codes.FOUND)
+
+    # -- files ------------------------------------------------------------------------------------
+
+    def _describe_call(self) -> str:
+        """Return the name of the folder for the files of all ranks: iteration and time."""
+        self._call_name = make_call_name(self._progress.iteration)
+        return self._call_name
+
+    def _write_files(self, name: str) -> None:
+        """Write this rank's stacks and collectives, within a time limit."""
+        if self._folder is None:
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+            return
+        folder = self._folder / FOLDER / name
+        _write_in_thread(lambda: write_state(folder, self._rank))
+
+    def _write_verdict(self, verdict: str) -> None:
+        if self._folder is not None:
+            path = self._folder / FOLDER / self._call_name / "verdict.txt"
+            _write_in_thread(lambda: replace_file(path, f"{verdict}\n"))
+
+    # -- messages ---------------------------------------------------------------------------------
+
+    def _conclude(self, found: Found) -> str:
+        """Compare the states of all ranks, and return the verdict."""
+        for rank in range(len(self._names)):
+            if rank not in found.answers:
+                self._read_beat(self._store, rank)
+        self._verdict = self._describe_hang(found)
+        return self._verdict
+
+    def _describe_hang(self, found: Found) -> str:
+        phase = self._progress.phase
+        lines = [*self._list_missing(found), *self._list_left(found)]
+        if self._leaving.is_set():
+            # gloo and NCCL fail at once when a process ends, so no limit was exceeded.
+            lost = ""
+            if lines:
+                lost = "the run has lost ranks: "
+            what = f"{lost}a collective of {phase.name} failed"
+        else:
+            factor = f"{phase.factor:g} x "
+            if phase.is_repeated:
+                factor = ""
+            what = (
+                f"the run hangs: {phase.name} has taken {self._stopwatch.seconds:.0f} s, and the "
+                f"limit is {factor}--hang-timeout {self._hang_timeout:g} s"
+            )
+        lines += self._list_locations(found)
+        text = f"{what}:\n  " + "\n  ".join(lines)
+        if self._folder is not None:
+            text += (
+                "\nthe stacks and collectives of the ranks that answer are in "
+                f"{self._folder / FOLDER / self._call_name}"
+            )
+        return f"{text}\ncheck the hosts that are named, and start again with the same command"
+
+    def _describe(self, found: Found, error: BaseException) -> str:
+        """Return the message after a failed collective, and write this rank's files as well."""
+        text = super()._describe(found, error)
+        self._write_files(self._call_name or self._describe_call())
+        self._write_verdict(text)
+        return text
+
+    def _describe_missing(self, rank: int) -> str:
+        text = super()._describe_missing(rank)
+        beat = self._beats.get(rank)
+        if beat is None:
+            return text
+        return f"{text}; a second before, it was at {beat.at} in {beat.phase}"
+
+    def _find_hosts(self, found: Found) -> list[str]:
+        """Return the hosts of the ranks that the others wait for, each once.
+
+        The list is empty if nothing shows which host is the cause.
+        """
+        if not found.answers:
+            # The store is silent. Under torchrun the launcher keeps it, which is not a rank.
+            ranks = []
+            if store_is_rank_zeros():
+                ranks = [0]
+        else:
+            ranks = [rank for rank in range(len(self._names)) if rank not in found.answers]
+        # A rank that has left has reported its own error.
+        if not ranks and not self._list_left(found):
+            states = _parse_states(found)
+            ranks = sorted(find_odd_ranks(states))
+            if len(ranks) == len(states):
+                return []
+        return sorted({_parse_host(self._names[rank]) for rank in ranks})
+
+    def _list_locations(self, found: Found) -> list[str]:
+        states = _parse_states(found)
+        # A rank that is missing or has left is the one that the others wait for.
+        missing = len(states) < len(self._names)
+        return describe_states(states, self._names, with_odd=not missing)
+
+
+def _write_in_thread(write: Callable[[], None]) -> None:
+    """Write files, within a time limit. Their file system may be what hangs."""
+
+    def attempt() -> None:
+        # The verdict is printed as well.
+        with contextlib.suppress(OSError):
+            write()
+
+    call_in_thread(attempt).join(_WRITE_SECONDS)
+
+
+def _parse_states(found: Found) -> dict[int, RankState]:
+    """Return the states of the ranks that have answered and have not left."""
+    return {
+        rank: RankState(**answer) for rank, answer in found.answers.items() if "sequence" in answer
+    }
+
+
+def _parse_host(name: str) -> str:
+    """Return the host in a rank's name, such as "rank 2 on n7 (pipeline 0, data 1, tensor 0)"."""
+    return name.partition(" on ")[2].partition(" ")[0]
+
+
+def _make_beat_key(rank: int) -> str:
+    return f"heartbeat/{rank}"
