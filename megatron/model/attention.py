@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.model.attention_core import (
+    Weighting,
     attend,
     attend_by_document,
     attend_in_context,
@@ -42,8 +43,10 @@ from megatron.parallel.context import Keys
 from megatron.parallel.layers import (
     ColumnParallelLinear,
     Init,
+    ParameterSpec,
     RowParallelLinear,
     SharedGroupsLinear,
+    make_parameter,
     split_evenly,
 )
 from megatron.parallel.mesh import ContextParallel, TensorParallel
@@ -82,7 +85,7 @@ def find_largest_attention_logit(
         query, parts = share_sequence(query, key, key, window, context)
     largest = torch.zeros((), dtype=torch.float32, device=query.device)
     for piece in list_pieces(query, parts, documents, window):
-        own_bias = piece.select_bias(bias)
+        own_bias = piece.cut(Weighting(bias)).bias
         for queries, keys in zip(piece.query, piece.key, strict=True):
             largest = torch.maximum(largest, _search_piece(queries, keys, own_bias))
     return largest
@@ -176,6 +179,13 @@ class SelfAttention(nn.Module):
             tp=tp,
             init=Init.SCALED_NORMAL,
         )
+        self.softmax_type = config.softmax_type
+        self.sink: nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            self.sink = make_parameter(
+                (split_evenly(config.num_attention_heads, tp),),
+                ParameterSpec((config.num_attention_heads,), Init.TABLE, shard_dim=0),
+            )
         self.dropout = dropout
         self.recompute_core = False
         """Whether the backward pass computes the attention core again (selective recomputation)."""
@@ -305,30 +315,32 @@ class SelfAttention(nn.Module):
             # Ranks share the heads, and a mask belongs to a head of the complete model.
             head = self.dropout.tp.rank * query.shape[1]
             drop = WeightDropout(self.dropout, dropout_key, head)
+        sink = self._get_sink(query)
         bias = self._select_bias(positions)
+        weighting = Weighting(bias, self.window, drop, sink, only_window=positions.bias is None)
         # This function runs again in a recomputation, which must use the same kernel.
         kernels = use_attention_kernels(self.kernels)
         # Generation and packed documents have complete sequences.
         if positions.context.size > 1:
             with kernels:
                 return attend_in_context(
-                    query,
-                    key,
-                    value,
-                    bias,
-                    positions.documents,
-                    self.window,
-                    drop,
-                    positions.context,
+                    query, key, value, weighting, positions.documents, positions.context
                 )
-        if positions.packed is not None:
+        # On CPUs, the kernel with a sink computes documents one by one.
+        if positions.packed is not None and (sink is None or query.is_cuda):
             assert drop is None, "the kernel has no dropout"
-            return attend_packed(query, key, value, positions.packed, self.window)
+            return attend_packed(query, key, value, positions.packed, self.window, sink)
         if positions.cache is not None:
             key, value = positions.cache.append(self.number, key, value)
             if query.shape[2] < key.shape[2]:
-                return attend_with_new_token(query, key, value, bias)
+                return attend_with_new_token(query, key, value, bias, sink)
         with kernels:
             if positions.documents is not None:
-                return attend_by_document(query, key, value, bias, positions.documents, drop)
-            return attend(query, key, value, bias, drop)
+                return attend_by_document(query, key, value, weighting, positions.documents)
+            return attend(query, key, value, weighting)
+
+    def _get_sink(self, query: Tensor) -> Tensor | None:
+        """Return the sinks of this rank's heads, [n/t], or None."""
+        if self.softmax_type == "off-by-one":
+            return query.new_zeros(query.shape[1])
+        return self.sink

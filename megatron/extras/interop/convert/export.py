@@ -213,11 +213,12 @@ def _list_shapes(
     architecture: Architecture, config: Config, pairs: Sequence[TensorPair]
 ) -> dict[str, tuple[int, ...]]:
     """Return the shape of each of their tensors, in the order of writing."""
-    shapes: dict[str, tuple[int, ...]] = {
-        name: shape
+    empty = (
+        (name, torch.empty(shape, device="meta"))
         for pair in pairs
         for name, shape in zip(pair.hf_names, pair.hf_shapes, strict=True)
-    }
+    )
+    shapes = {name: tuple(x.shape) for name, x in architecture.join(empty, config.model)}
     return shapes | dict.fromkeys(_list_constants(architecture, config, pairs), ())
 
 
@@ -228,8 +229,10 @@ def _iterate_hf_tensors(
     read: Callable[[TensorPair], Tensor],
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, Tensor]]:
-    for pair in pairs:
-        yield from zip(pair.hf_names, pair.to_hf(read(pair)), strict=True)
+    separate = (
+        named for pair in pairs for named in zip(pair.hf_names, pair.to_hf(read(pair)), strict=True)
+    )
+    yield from architecture.join(separate, config.model)
     for name, value in _list_constants(architecture, config, pairs).items():
         yield name, torch.tensor(value, dtype=dtype)
 
