@@ -327,7 +327,6 @@ REFUSED_CHOICES = {
         "--exp-avg-dtype": ["fp16", "fp8"],
         "--exp-avg-sq-dtype": ["fp16", "fp8"],
         "--rope-type": ["yarn"],
-        "--softmax-type": ["learnable", "off-by-one"],
         "--moe-router-dtype": ["fp64"],
         "--moe-router-load-balancing-type": ["sinkhorn", "quantile_balancing"],
         "--moe-token-dispatcher-type": ["flex"],
