@@ -110,8 +110,8 @@ def choose_precision(config: OptimizerConfig, *, in_fp32: bool) -> torch.dtype:
 
 
 def is_muon_matrix(master: MasterParameter) -> bool:
-    """Return whether Muon updates a parameter. It updates only the matrices of the layers."""
-    return master.name.startswith("blocks.") and len(master.spec.shape) == 2
+    """Return whether Muon updates a parameter: a matrix of a layer to which decay applies."""
+    return master.name.startswith("blocks.") and master.spec.decays
 
 
 class Muon(Optimizer):

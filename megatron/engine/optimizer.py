@@ -21,7 +21,7 @@ from megatron.base import apex
 from megatron.config.optimizer import OptimizerConfig
 from megatron.model.gpt import EMBEDDING, INPUT_AND_OUTPUT
 from megatron.model.parametrization import UNSCALED, Scaling
-from megatron.parallel.layers import ParameterSpec
+from megatron.parallel.parameter_spec import ParameterSpec
 from megatron.parallel.shard import ADAM_KINDS, Kind
 from megatron.parallel.torch_private import (
     foreach_copy_,
@@ -59,8 +59,8 @@ class MasterParameter:
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay applies. It applies to matrices, but not to biases and norms."""
-        if len(self.spec.shape) == 1:
+        """Whether weight decay applies. The spec and, for the embedding, the settings decide."""
+        if not self.spec.decays:
             return False
         return self.decay_embeddings or not self.name.startswith(EMBEDDING)
 

@@ -34,6 +34,7 @@ from megatron.model.dropout import Dropout, WeightDropout
 from megatron.model.fused_operators import FusedOperators
 from megatron.model.inputs import Documents
 from megatron.model.key_value_cache import attend_with_new_token
+from megatron.model.layer_parts import SOFTMAXES
 from megatron.model.loss import split_rows
 from megatron.model.norm import build_query_key_norm
 from megatron.model.packed_attention import attend_packed
@@ -42,8 +43,6 @@ from megatron.model.shape import LayerDescription, ModelShape
 from megatron.parallel.context import Keys
 from megatron.parallel.layers import (
     ColumnParallelLinear,
-    Init,
-    ParameterSpec,
     RowParallelLinear,
     SharedGroupsLinear,
     make_parameter,
@@ -51,6 +50,7 @@ from megatron.parallel.layers import (
 )
 from megatron.parallel.mesh import ContextParallel, TensorParallel
 from megatron.parallel.padding import trim_columns
+from megatron.parallel.parameter_spec import Init
 
 
 def find_largest_attention_logit(
@@ -179,13 +179,10 @@ class SelfAttention(nn.Module):
             tp=tp,
             init=Init.SCALED_NORMAL,
         )
-        self.softmax_type = config.softmax_type
+        self._softmax = SOFTMAXES.require(config.softmax_type)
         self.sink: nn.Parameter | None = None
-        if config.softmax_type == "learnable":
-            self.sink = make_parameter(
-                (split_evenly(config.num_attention_heads, tp),),
-                ParameterSpec((config.num_attention_heads,), Init.TABLE, shard_dim=0),
-            )
+        for name, spec in self._softmax.list_parameters(config.num_attention_heads).items():
+            setattr(self, name, make_parameter((split_evenly(spec.shape[0], tp),), spec))
         self.dropout = dropout
         self.recompute_core = False
         """Whether the backward pass computes the attention core again (selective recomputation)."""
@@ -341,6 +338,6 @@ class SelfAttention(nn.Module):
 
     def _get_sink(self, query: Tensor) -> Tensor | None:
         """Return the sinks of this rank's heads, [n/t], or None."""
-        if self.softmax_type == "off-by-one":
+        if self._softmax.has_sink and self.sink is None:
             return query.new_zeros(query.shape[1])
         return self.sink

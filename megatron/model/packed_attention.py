@@ -83,7 +83,8 @@ def attend_packed(
     packed = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
     if sink is not None:
         context = attend_packed_with_sink(
-            *packed, sink, documents.bounds, documents.longest, window
+            *(packed[0], packed[1], packed[2], sink),
+            *(documents.bounds, documents.longest, window),
         )
         return context.unflatten(0, (samples, length)).transpose(1, 2)
     attend: Callable[..., Tensor] = _load_kernel() if query.is_cuda else attend_one_by_one

@@ -266,7 +266,7 @@ def initialise_chunks_equally() -> None:
 
 
 def initialise_without_depth() -> None:
-    from megatron.parallel.layers import Init
+    from megatron.parallel.parameter_spec import Init
 
     def make(initialise: Any) -> Any:
         def initialise_flat(name: str, kind: Init, *args: Any) -> None:

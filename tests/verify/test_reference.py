@@ -14,7 +14,7 @@ from megatron.extras.planner.verify.reference import compute_initial_weight
 from megatron.extras.planner.verify.reference_optimizer import ReferenceOptimizer
 from megatron.model.init import initialise
 from megatron.model.shape import ModelShape
-from megatron.parallel.layers import Init
+from megatron.parallel.parameter_spec import Init
 
 
 @pytest.fixture

@@ -259,9 +259,9 @@ class StackedExpertNames(ExpertNames):
                 yield name, tensor
                 continue
             prefix, part, kind, bias = match.groups(default="")
-            name, parts = f"{prefix}down_proj{bias}", (part,)
+            name, parts = f"{prefix}down_proj{bias}", [part]
             if kind != "down":
-                name, parts = f"{prefix}gate_up_proj{bias}", (f"gate{bias}", f"up{bias}")
+                name, parts = f"{prefix}gate_up_proj{bias}", [f"gate{bias}", f"up{bias}"]
             own = found.setdefault(name, {})
             own.setdefault(part, []).append(tensor)
             if sum(map(len, own.values())) == number * len(parts):

@@ -38,6 +38,7 @@ from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.cost.trace import build_trace
 from megatron.extras.planner.prediction import can_be_predicted, predict_plan
 from megatron.extras.step.float8.recipe import MULTIPLE, fits_float8, list_float8_layers
+from megatron.model.layer_parts import get_activation
 from megatron.plan.run_plan import Plan
 from megatron.run.host_memory import count_checkpoint_bytes
 
@@ -386,8 +387,7 @@ def list_possible_fusions(plan: Plan) -> dict[str, str]:
     accumulates = half and not config.parallel.deepspeed
     possible = {
         "rope_fusion": config.model.position_embedding_type == "rotary",
-        "bias_swiglu_fusion": config.model.glu_activation is not None
-        or config.model.activation == "squared_relu",
+        "bias_swiglu_fusion": get_activation(config.model).has_kernel,
         "cross_entropy_loss_fusion": True,
         "gradient_accumulation_fusion": accumulates,
     }

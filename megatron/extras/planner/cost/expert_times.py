@@ -73,7 +73,7 @@ class MixtureTimes(LayerTimes):
         rows = math.ceil(received / experts)
         # Each expert has rows of its own, so few rows are multiplied at a lower speed.
         entry = Gemm(rows, f, h, experts, self._value)
-        entries = [entry, entry] if config.glu_activation else [entry]
+        entries = [entry, entry] if self._gated else [entry]
         products = [*entries, Gemm(rows, h, f, experts, self._value)]
         gradients = [each for product in products for each in product.derive_backward()]
         exchanged = (layout.expert or 1) > 1

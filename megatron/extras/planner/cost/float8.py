@@ -14,6 +14,7 @@ from typing import Literal
 
 from megatron.extras.planner.cost.layout import Float8, RankLayout
 from megatron.extras.step.float8.recipe import fits_float8
+from megatron.model.layer_parts import get_activation
 from megatron.model.shape import ModelShape
 
 _LARGEST = 2
@@ -87,7 +88,7 @@ def list_linears(shape: ModelShape, tensor: int) -> list[Linear]:
     q = config.num_attention_heads * shape.head_dim
     k = shape.query_groups * shape.head_dim
     own_k = max(1, shape.query_groups // tensor) * shape.head_dim
-    entries = 2 if config.glu_activation is not None else 1
+    entries = 1 + get_activation(config).gated
     return [
         Linear(h, (q // tensor + 2 * own_k,), row_parallel=False, complete=(q + 2 * k, h)),
         Linear(q // tensor, (h,), row_parallel=True, complete=(h, q)),

@@ -8,6 +8,7 @@ Widths are in elements. An element has 2 bytes, or 4 in fp32.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from megatron.config.table import Table
 from megatron.extras.planner.cost.collectives import (
     estimate_added_seconds,
     estimate_collective_seconds,
@@ -31,6 +32,7 @@ from megatron.extras.planner.cost.kernels import (
 )
 from megatron.extras.planner.cost.layout import RankLayout, Software
 from megatron.extras.planner.cost.tensors import Kernel, choose_kernel
+from megatron.model.layer_parts import get_activation
 from megatron.model.shape import ModelShape
 
 
@@ -117,6 +119,36 @@ _KERNELS = 40
 _CORE_KERNELS = 8
 
 
+@dataclass(frozen=True)
+class _Accesses:
+    """Values that an activation reads and writes for an inner channel of a token, in both passes.
+
+    Without a kernel of its own, both numbers are those of PyTorch's operators.
+    """
+
+    of_kernel: int
+    of_operators: int
+
+
+_GATE = _Accesses(8, 14)
+_ACCESSES = Table(
+    "activation",
+    {
+        # Two accesses forward and three backward.
+        "gelu": _Accesses(5, 5),
+        "squared_relu": _Accesses(5, 10),
+        "xielu": _Accesses(10, 10),
+        "swiglu": _GATE,
+        "geglu": _GATE,
+        "reglu": _GATE,
+        "liglu": _GATE,
+        "clamped_swiglu": _GATE,
+    },
+    # Nobody has counted the others.
+    otherwise=_Accesses(10, 14),
+)
+
+
 class LayerTimes:
     """The times of the parts of a model on one rank, for one microbatch."""
 
@@ -157,7 +189,8 @@ class LayerTimes:
         # With fewer groups than ranks, each rank has one group.
         self._k = max(1, shape.query_groups // layout.tensor) * shape.head_dim
         self._f = self._mlp_width // layout.tensor
-        self._mlp_in = self._f * (2 if config.glu_activation else 1)
+        self._gated = get_activation(config).gated
+        self._mlp_in = self._f * (1 + self._gated)
         self._microbatches = microbatches
         self._in_float8: list[Linear] = []
         """The linear layers with products in float8."""
@@ -201,7 +234,7 @@ class LayerTimes:
         """
         h = self._shape.config.hidden_size
         again = [self._make_gemm(self._k, h), self._make_gemm(h, self._q)]
-        if self._shape.config.glu_activation:
+        if self._gated:
             again.append(self._make_gemm(self._f, h))
         if self._in_float8:
             again = [_put_into_float8(each, exact=False) for each in again]
@@ -458,7 +491,7 @@ class LayerTimes:
         h = config.hidden_size
         projected = self._q + 2 * self._k
         # Sums with the residual stream, and of the gradients of an input of two products.
-        sums = (15 if config.glu_activation else 12) * h
+        sums = (15 if self._gated else 12) * h
         # Two norms read and write, and then read two tensors and write one.
         size = _NORM * 10 * h + sums
         if software.compiled:
@@ -478,16 +511,13 @@ class LayerTimes:
             size += fused * 4 * projected
         else:
             size += operators * 18 * projected
-        if config.glu_activation is None:
-            # A kernel squares ReLU as GELU is computed: two accesses forward and three backward.
-            once = config.activation == "gelu" or (
-                config.activation == "squared_relu" and software.fused_gate
-            )
-            size += operators * (5 if once else 10) * self._f
-        elif software.fused_gate or software.compiled:
-            size += fused * 8 * self._f
+        accesses = _ACCESSES.require(config.activation_name)
+        if self._gated and (software.fused_gate or software.compiled):
+            size += fused * accesses.of_kernel * self._f
+        elif software.fused_gate:
+            size += operators * accesses.of_kernel * self._f
         else:
-            size += operators * 14 * self._f
+            size += operators * accesses.of_operators * self._f
         # The gradient of a bias is a sum over all tokens.
         size += operators * (self._mlp_in + h) * self._shape.has_mlp_bias
         size += operators * (projected + h) * self._shape.has_attention_bias

@@ -37,8 +37,8 @@ from megatron.model.dropout import Dropout
 from megatron.model.experts.routing import list_routers
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
-from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.parameter_spec import ParameterSpec
 from megatron.parallel.spmd import DECLARED, OUTSIDE, SpmdRule
 
 

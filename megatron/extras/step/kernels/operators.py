@@ -8,7 +8,7 @@ from megatron.config.kernels import KernelsConfig
 from megatron.extras.step.kernels.adamw import KernelAdamW
 from megatron.extras.step.kernels.cross_entropy import CrossEntropyKernels
 from megatron.extras.step.kernels.dropout import drop
-from megatron.extras.step.kernels.gate import apply_gate, square_relu
+from megatron.extras.step.kernels.gate import ACTIVATION_KERNELS
 from megatron.extras.step.kernels.head_norm import divide_projection
 from megatron.extras.step.kernels.kind import find_kernel_obstacle
 from megatron.extras.step.kernels.residual_norm import add_and_normalise
@@ -56,7 +56,7 @@ def build_operators(config: KernelsConfig, *, has_dropout: bool = False) -> Fuse
     if config.rope_fusion:
         operators = replace(operators, rotate_projection=divide_projection)
     if config.bias_swiglu_fusion:
-        operators = replace(operators, apply_gate=apply_gate, square_relu=square_relu)
+        operators = replace(operators, activations=dict(ACTIVATION_KERNELS.list_rows()))
     if config.residual_norm_fusion:
         operators = replace(operators, add_and_normalise=add_and_normalise)
     if config.cross_entropy_loss_fusion:
