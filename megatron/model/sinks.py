@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.parallel.spmd import declare
+
 _ops = torch.ops.aten
 _FLASH_WIDTH = 8
 """Flash attention on GPUs reads heads whose width is a multiple of this."""
@@ -39,6 +41,7 @@ class Kernel:
     """Maps (gradient, query, key, value, result, logsumexp, *needed) to three gradients."""
 
 
+@declare()
 class _WithSink(torch.autograd.Function):
     """Attention with a sink by a fused kernel. See the module."""
 
@@ -60,6 +63,14 @@ class _WithSink(torch.autograd.Function):
         product = (grads[0] * out).sum(3, dtype=total.dtype)
         share = torch.exp(sink.to(total.dtype)[:, None] - total)
         return *of_kernel, -(share * product).sum((0, 2)).to(sink.dtype), None
+
+
+def run_with_sink(
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor, kernel: Kernel
+) -> Tensor:
+    """Return attention with a sink by a kernel, [b, n, queries, d]."""
+    out: Tensor = _WithSink.apply(query, key, value, sink, kernel)
+    return out
 
 
 def weigh_with_sink(logits: Tensor, sink: Tensor) -> Tensor:
@@ -104,7 +115,7 @@ def attend_with_sink(
         window: Number of keys that a query reads, up to its position, for a GPU.
     """
     if query.is_cuda:
-        kernel = _choose_gpu_kernel(window)
+        kernel = choose_gpu_kernel(window)
     else:
         queries, keys = query.shape[2], key.shape[2]
         if bias is None and queries != keys:
@@ -112,8 +123,7 @@ def attend_with_sink(
             seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
             bias = torch.zeros(seen.shape, dtype=query.dtype).masked_fill(~seen, -torch.inf)
         kernel = _choose_cpu_kernel(bias)
-    out: Tensor = _WithSink.apply(query, key, value, sink, kernel)
-    return out
+    return run_with_sink(query, key, value, sink, kernel)
 
 
 def attend_packed_with_sink(
@@ -139,11 +149,10 @@ def attend_packed_with_sink(
     Returns:
         [tokens, n, d].
     """
-    kernel = _choose_gpu_kernel(window, bounds, longest)
+    kernel = choose_gpu_kernel(window, bounds, longest)
     # [1, heads, tokens, d].
-    inputs = [x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)]
-    out: Tensor = _WithSink.apply(*inputs, sink, kernel)
-    return out[0].transpose(0, 1)
+    query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    return run_with_sink(query, key, value, sink, kernel)[0].transpose(0, 1)
 
 
 def _choose_cpu_kernel(mask: Tensor | None) -> Kernel:
@@ -158,7 +167,7 @@ def _choose_cpu_kernel(mask: Tensor | None) -> Kernel:
     return Kernel(forward, backward)
 
 
-def _choose_gpu_kernel(
+def choose_gpu_kernel(
     window: int | None, bounds: Tensor | None = None, longest: int | None = None
 ) -> Kernel:
     """Return the kernel of 16 bits on GPUs. It aligns queries and keys at their ends.

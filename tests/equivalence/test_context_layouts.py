@@ -46,9 +46,9 @@ MODELS = {
     "learned positions, goldfish": f"{STEADY} {NO_DROPOUT} --goldfish-loss --goldfish-k 3 "
     "--goldfish-h 5 --z-loss-coefficient 0.01",
     # The window is smaller than a part with up to four ranks.
-    "window, groups, documents": f"{RAMP} {NO_DROPOUT} {LLAMA} {EOD} --sliding-window 11 "
+    "window, groups, documents, sinks": f"{RAMP} {NO_DROPOUT} {LLAMA} {EOD} --sliding-window 11 "
     "--full-attention-layers 1 --no-rope-layers 2 --rope-scaling llama3 "
-    "--rope-original-length 32 --log-layer-stats-interval 5",
+    "--rope-original-length 32 --log-layer-stats-interval 5 --softmax-type learnable",
     "wide window, one group": f"{STEADY} {NO_DROPOUT} --position-embedding-type rotary "
     "--num-query-groups 1 --sliding-window 50",
     "ALiBi, window, documents, curriculum": f"{NO_DROPOUT} {EOD} --position-embedding-type alibi "
@@ -233,7 +233,7 @@ class Layout:
 A2A = "--cp-comm-type a2a"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
-DOCUMENTS = "window, groups, documents"
+DOCUMENTS = "window, groups, documents, sinks"
 ALIBI = "ALiBi, window, documents, curriculum"
 LAYOUTS = [
     Layout("CP 2", 2, "--context-parallel-size 2"),
