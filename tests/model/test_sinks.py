@@ -74,7 +74,7 @@ def test_whole_samples_equal_the_formula(
     if window is not None:
         bias = make_window_bias(window, keys, query.device, query.dtype, queries)
     found = attend(query, key, value, Weighting(bias, window, sink=sink))
-    expected = compute(*inputs, see(queries, keys, window))
+    expected = compute(query, key, value, sink, see(queries, keys, window))
     # One key alone has no gradient of its logit without a sink, and has one with it.
     check(found, expected, inputs, 1e-10)
 
@@ -83,11 +83,13 @@ def test_whole_samples_equal_the_formula(
 def test_without_a_fused_kernel_numbers_are_equal_in_fp32(window: int | None) -> None:
     inputs = make_inputs(9, 9, dtype=torch.float32)
     query, key, value, sink = inputs
-    bias = window and make_window_bias(window, 9, query.device, query.dtype)
+    bias = None
+    if window is not None:
+        bias = make_window_bias(window, 9, query.device, query.dtype)
     with sdpa_kernel([SDPBackend.MATH]):
         assert not sinks.has_sink_kernel(query, only_window=True)
         found = attend(query, key, value, Weighting(bias, window, sink=sink))
-    check(found, compute(*inputs, see(9, 9, window)), inputs, 1e-5)
+    check(found, compute(query, key, value, sink, see(9, 9, window)), inputs, 1e-5)
 
 
 DOCUMENTS = ((0, 1, 2, 9, 13), (0, 12, 13))
@@ -103,8 +105,8 @@ def test_documents_equal_the_formula(window: int | None) -> None:
     found = attend_by_document(query, key, value, Weighting(bias, window, sink=sink), DOCUMENTS)
     expected = torch.cat(
         [
-            compute(*(x[i : i + 1] for x in inputs[:3]), sink, see(13, 13, window, bounds))
-            for i, bounds in enumerate(DOCUMENTS)
+            compute(query[i : i + 1], key[i : i + 1], value[i : i + 1], sink, seen)
+            for i, seen in enumerate(see(13, 13, window, bounds) for bounds in DOCUMENTS)
         ]
     )
     check(found, expected, inputs, 1e-10)
@@ -118,7 +120,10 @@ def test_a_new_token_equals_the_formula() -> None:
     found = attend_with_new_token(query, key, value, hidden, sink)
     seen = (hidden == 0)[:, :, 0]
     expected = torch.cat(
-        [compute(*(x[i : i + 1] for x in inputs[:3]), sink, seen[i]) for i in range(2)]
+        [
+            compute(query[i : i + 1], key[i : i + 1], value[i : i + 1], sink, seen[i])
+            for i in range(2)
+        ]
     )
     assert (found - expected).abs().max() < 1e-6
 
@@ -229,7 +234,7 @@ def test_the_kernel_of_gpus_is_called_for_whole_samples(
     inputs = make_inputs(queries, keys)
     query, key, value, sink = inputs
     found = sinks.run_with_sink(query, key, value, sink, sinks.choose_gpu_kernel(window))
-    check(found, compute(*inputs, see(queries, keys, window)), inputs, 1e-10)
+    check(found, compute(query, key, value, sink, see(queries, keys, window)), inputs, 1e-10)
 
 
 @pytest.mark.usefixtures("gpu_kernel")
@@ -241,8 +246,8 @@ def test_the_kernel_of_gpus_is_called_once_for_all_documents(window: int | None)
     found = attend_packed(query, key, value, packed, window, sink)
     expected = torch.cat(
         [
-            compute(*(x[i : i + 1] for x in inputs[:3]), sink, see(13, 13, window, bounds))
-            for i, bounds in enumerate(DOCUMENTS)
+            compute(query[i : i + 1], key[i : i + 1], value[i : i + 1], sink, seen)
+            for i, seen in enumerate(see(13, 13, window, bounds) for bounds in DOCUMENTS)
         ]
     )
     check(found, expected, inputs, 1e-10)

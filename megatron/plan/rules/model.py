@@ -156,6 +156,34 @@ def check_parametrization(settings: ConfigWithOrigin) -> Iterator[Finding]:
         )
 
 
+_SINK_KERNELS = {"auto", "by-gpu", "flash", "unfused"}
+"""Values of --attention-backend that have a way to compute sinks."""
+
+
+def check_sinks(settings: ConfigWithOrigin) -> Iterator[Finding]:
+    """Check that what computes and updates the model can have sinks of attention."""
+    config = settings.config
+    if config.model.softmax_type == "vanilla":
+        return
+    asked = settings.describe("model.softmax_type")
+    if not _SINK_KERNELS & {*config.kernels.attention_backend}:
+        yield error(
+            f"{asked} is computed by the kernels flash and unfused, and "
+            f"{settings.describe('kernels.attention_backend')} has none of them; add one, or give "
+            "auto."
+        )
+    if config.model.parametrization != "standard":
+        yield error(
+            f"{asked} has no rule in {settings.describe('model.parametrization')}: logits shrink "
+            "with the width of a head, and nothing says whether a sink does. Leave one of them out."
+        )
+    if config.parallel.deepspeed:
+        yield error(
+            f"{asked} was not compared with the DeepSpeed engine; leave out "
+            f"{settings.describe('parallel.deepspeed')}."
+        )
+
+
 def check_query_key_norm(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Check that --qk-norm full is used with a norm that has a form over all heads."""
     model = settings.config.model
