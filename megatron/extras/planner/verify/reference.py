@@ -5,6 +5,7 @@
 | batch             | microbatches on data-parallel ranks   | one microbatch, read by one rank  |
 | labels, masks     | `data/batches.py`, `documents.py`     | formulas of this module           |
 | batch size        | `schedule/batch_size.py`              | formulas of this module           |
+| parameters        | specs of `model/layer_parts.py`       | `reference_parameters`, by name   |
 | initial weights   | `model/init.py`, shard by shard       | formula of name and depth         |
 | layers            | `model/`, on slices                   | `model/`, complete                |
 | loss, z-loss      | `model/loss.py`, fused and sharded    | torch's cross entropy             |
@@ -22,18 +23,15 @@ it shows what an uninterrupted run computes.
 
 import copy
 import math
-import zlib
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.batch import BatchConfig
-from megatron.config.model import ModelConfig
 from megatron.extras.planner.verify.conversations import Conversations
 from megatron.extras.planner.verify.reduction import COMPARED, DROPPED, EOD, use_one_process
 from megatron.extras.planner.verify.reference_dropout import use_masks
@@ -42,13 +40,12 @@ from megatron.extras.planner.verify.reference_optimizer import (
     Moments,
     Rates,
     ReferenceOptimizer,
-    get_ratios,
 )
+from megatron.extras.planner.verify.reference_parameters import compute_initial_weight, get_ratios
 from megatron.extras.planner.verify.trace import ActivationTrace
 from megatron.model.goldfish import find_loss_mask
-from megatron.model.gpt import GPT
+from megatron.model.gpt import GPT, INPUT_AND_OUTPUT
 from megatron.model.inputs import Inputs
-from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
@@ -154,7 +151,9 @@ def _build_model(alone: Plan) -> GPT:
     loss = leave_out_losses(alone.config.loss)
     model = GPT(alone.shape, TensorParallel(), loss=loss)
     for name, parameter in model.named_parameters():
-        size = parameter.spec.shape  # type: ignore[attr-defined]
+        size = tuple(parameter.shape)
+        if name in INPUT_AND_OUTPUT:
+            size = (alone.shape.vocab_size, *size[1:])
         # The rows that only pad the vocabulary stay zero.
         parameter.data.zero_()
         parameter.data[: size[0]] = compute_initial_weight(name, size, alone.shape, seed)
@@ -163,64 +162,6 @@ def _build_model(alone: Plan) -> GPT:
 
 def _copy(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in parameters.items()}
-
-
-def compute_initial_weight(
-    name: str, size: tuple[int, ...], shape: ModelShape, seed: int
-) -> Tensor:
-    """Return the initial value of a parameter, from its name and the depth of the model.
-
-    Args:
-        name: Name of the parameter in the complete model.
-        size: Shape of the complete parameter, without padding.
-        shape: Sizes of the model.
-        seed: Seed of the run.
-    """
-    config = shape.config
-    if name.endswith("norm.weight"):
-        return torch.ones(size)
-    if name.endswith("bias"):
-        return torch.zeros(size)
-    if name.endswith("alpha_p"):
-        return torch.full(size, math.log(math.exp(0.8) - 1))
-    if name.endswith("alpha_n"):
-        return torch.full(size, math.log(math.exp(0.3) - 1))
-    # The formulas are those of the flags' help.
-    std: Any = config.init_method_std
-    if std == "small":
-        std = (2 / (5 * config.hidden_size)) ** 0.5
-    elif std == "megatron":
-        std = (1 / (3 * config.hidden_size)) ** 0.5
-    # The rows of tokens and positions do not depend on the width.
-    width = 1.0
-    if name.startswith("blocks."):
-        width = get_ratios(config)[0] ** 0.5
-    outputs = ("attention.out.weight", "mlp.down.weight", "shared.down.weight", "experts.down")
-    if name.endswith(outputs):
-        std = _compute_output_std(config, std)
-    # Blocks of rows are drawn, of at most this many elements. Matrices of experts have several.
-    rows = max(1, 2**18 // math.prod(size[1:]))
-    blocks = []
-    for number, first in enumerate(range(0, size[0], rows)):
-        # The names are hashed, so two layers get different numbers.
-        seeds = np.random.SeedSequence((seed, zlib.crc32(name.encode()), number))
-        part = (min(rows, size[0] - first), *size[1:])
-        generator = np.random.Generator(np.random.SFC64(seeds))
-        blocks.append(generator.standard_normal(part, dtype=np.float32))
-    return torch.from_numpy(np.concatenate(blocks)) * (std / width)
-
-
-def _compute_output_std(config: ModelConfig, std: float) -> float:
-    """Return the deviation of a projection that writes to the residual stream."""
-    output: Any = config.output_init_method_std
-    # The factor on the branches takes the place of the formula of the depth.
-    if config.parametrization == "completep":
-        return std
-    if output is None:
-        return std / float(2 * config.num_layers) ** 0.5
-    if output == "wang":
-        return 2 / config.num_layers / float(config.hidden_size) ** 0.5
-    return float(output)
 
 
 def compute_batch_size(batch: BatchConfig, consumed: int) -> int:

@@ -11,10 +11,10 @@ from typing import assert_never
 import torch
 from torch import Tensor, nn
 
-from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.engine.ademamix import compute_alpha, compute_beta3
 from megatron.engine.muon import compute_scale, orthogonalise
+from megatron.extras.planner.verify.reference_parameters import find_row, get_ratios
 from megatron.model.shape import ModelShape
 
 Parameters = dict[str, nn.Parameter]
@@ -45,7 +45,7 @@ class ReferenceOptimizer:
                 slow = {"exp_avg_slow": parameters}
             case "muon":
                 for name, p in parameters.items():
-                    if name.startswith("blocks.") and p.dim() == 2:
+                    if find_row(name).is_matrix_of_layer:
                         self._matrices[name] = p
                 self._others = {n: p for n, p in parameters.items() if n not in self._matrices}
             case _:
@@ -63,7 +63,7 @@ class ReferenceOptimizer:
                 {
                     "params": [p],
                     "name": name,
-                    "weight_decay": self._get_decay(name, p),
+                    "weight_decay": self._get_decay(name),
                     "eps": self._get_epsilon(name),
                 }
                 for name, p in self._others.items()
@@ -79,20 +79,19 @@ class ReferenceOptimizer:
         self._update(rates)
         self._update_by_muon(rates[0])
 
-    def _get_decay(self, name: str, parameter: Tensor) -> float:
-        # Biases and norms have one dimension.
+    def _get_decay(self, name: str) -> float:
         excluded = name.startswith("embedding.") and not self._config.weight_decay_on_embeddings
-        decay = self._config.weight_decay * (parameter.dim() > 1 and not excluded)
+        decay = self._config.weight_decay * (find_row(name).decays and not excluded)
         # The product of rate and decay does not depend on the width.
-        return decay / self._get_rate_factor(name, parameter)
+        return decay / self._get_rate_factor(name)
 
-    def _get_rate(self, name: str, parameter: Tensor, rates: Rates) -> float:
+    def _get_rate(self, name: str, rates: Rates) -> float:
         if rates[1] is not None and name in ("embedding.word.weight", "head.weight"):
             return rates[1]
-        return rates[0] * self._get_rate_factor(name, parameter)
+        return rates[0] * self._get_rate_factor(name)
 
-    def _get_rate_factor(self, name: str, parameter: Tensor) -> float:
-        if name.startswith("blocks.") and parameter.dim() == 2:
+    def _get_rate_factor(self, name: str) -> float:
+        if find_row(name).is_matrix_of_layer:
             return 1 / get_ratios(self._shape.config)[0]
         return 1.0
 
@@ -104,7 +103,7 @@ class ReferenceOptimizer:
 
     def _update_by_adamw(self, rates: Rates) -> None:
         for group in self._adamw.param_groups:
-            group["lr"] = self._get_rate(group["name"], group["params"][0], rates)
+            group["lr"] = self._get_rate(group["name"], rates)
         # The moments are read after the step, because torch creates them in it.
         self._adamw.step()
         for name, p in self._others.items():
@@ -126,7 +125,7 @@ class ReferenceOptimizer:
             # The slow average has no bias correction, as in the paper.
             root = (squares / (1 - second**self._steps)).sqrt() + self._get_epsilon(name)
             update = (fast / (1 - first**self._steps) + alpha * slow) / root
-            p.sub_(self._get_rate(name, p, rates) * (update + self._get_decay(name, p) * p))
+            p.sub_(self._get_rate(name, rates) * (update + self._get_decay(name) * p))
 
     def _update_by_muon(self, lr: float) -> None:
         config = self._config
@@ -152,16 +151,6 @@ class ReferenceOptimizer:
                 if config.muon_scale_mode == "spectral":
                     scale /= get_ratios(self._shape.config)[0] ** 0.5
                 p[rows] -= lr * scale * update
-
-
-def get_ratios(model: ModelConfig) -> tuple[float, float]:
-    """Return the width and the number of layers, each divided by that of the base model."""
-    width, depth = 1.0, 1.0
-    if model.parametrization != "standard" and model.base_width:
-        width = model.hidden_size / model.base_width
-    if model.parametrization == "completep" and model.base_depth:
-        depth = model.num_layers / model.base_depth
-    return width, depth
 
 
 def _get_gradient(parameter: nn.Parameter) -> Tensor:
