@@ -13,10 +13,10 @@ def treat_tied_copy_as_matrix() -> None:
     from megatron.model.parametrization import Scaling
 
     def make(compute: Any) -> Any:
-        def compute_scaling(name: str, spec: Any, shape: Any) -> Scaling:
+        def compute_scaling(name: str, spec: Any, shape: Any, config: Any) -> Scaling:
             if spec.copy_of is not None:
                 return Scaling(1 / shape.width_ratio, shape.width_ratio, 1 / shape.width_ratio)
-            found: Scaling = compute(name, spec, shape)
+            found: Scaling = compute(name, spec, shape, config)
             return found
 
         return compute_scaling
