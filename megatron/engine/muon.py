@@ -79,8 +79,6 @@ class _Matrix:
     """A matrix of a layer. Each rank of its stage holds a part of it."""
 
     master: MasterParameter
-    momentum: Tensor
-    """This rank's part of the momentum."""
     parts: tuple[Part, ...]
     """The part of each rank of the stage."""
     shape: tuple[int, int]
@@ -130,7 +128,7 @@ class Muon(Optimizer):
             in_fp32: Whether the run is in fp32.
         """
         super().__init__(masters, config)
-        matrices = [master for master in masters if master.weight in self.states]
+        own = [master for master in masters if master.weight in self.states]
         self._adamw = AdamW([m for m in masters if m.weight not in self.states], config)
         self.states |= self._adamw.states
         self._mesh = mesh
@@ -138,10 +136,7 @@ class Muon(Optimizer):
         # Each copy of the model computes its own updates, from the same gradients.
         self._rank = mesh.sharding.rank * mesh.grid.tensor + mesh.coordinate.tensor
         self._dtype = choose_precision(config, in_fp32=in_fp32)
-        self._matrices = [
-            _describe_matrix(m, self.get_moment(m, "momentum"), config, shape, mesh)
-            for m in matrices
-        ]
+        self._matrices = [_describe_matrix(m, config, shape, mesh) for m in own]
         ranks = mesh.sharding.size * mesh.grid.tensor
         owners = assign_owners([_count_work(matrix) for matrix in self._matrices], ranks)
         owned = [
@@ -208,7 +203,7 @@ class Muon(Optimizer):
         gradient = matrix.master.weight.grad
         assert gradient is not None, f"{matrix.master.name} got no gradient"
         decay = self._config.muon_momentum
-        with open_in_fp32([matrix.momentum]) as (momentum,):
+        with open_in_fp32([self.get_moment(matrix.master, "momentum")]) as (momentum,):
             momentum.lerp_(gradient, 1.0 - decay)
         if self._config.muon_nesterov:
             return gradient.lerp(momentum, decay)
@@ -216,7 +211,7 @@ class Muon(Optimizer):
 
     def _orthogonalise(self, matrix: _Matrix, received: Sequence[Tensor]) -> Tensor:
         """Return the orthogonal update of a whole matrix from the parts of all ranks."""
-        whole = torch.empty(matrix.shape, dtype=self._dtype, device=matrix.momentum.device)
+        whole = torch.empty(matrix.shape, dtype=self._dtype, device=self._mesh.device)
         for part, values in zip(matrix.parts, received, strict=True):
             whole[part.index] = values.view(part.shape)
         config = self._config
@@ -316,11 +311,7 @@ def _count_work(matrix: _Matrix) -> int:
 
 
 def _describe_matrix(
-    master: MasterParameter,
-    momentum: Tensor,
-    config: OptimizerConfig,
-    shape: ModelShape,
-    mesh: Mesh,
+    master: MasterParameter, config: OptimizerConfig, shape: ModelShape, mesh: Mesh
 ) -> _Matrix:
     rows, columns = master.spec.shape
     size = mesh.sharding.size
@@ -344,7 +335,6 @@ def _describe_matrix(
             scales[rows_of_block] = scale
     return _Matrix(
         master,
-        momentum,
         parts,
         (rows, columns),
         blocks,
