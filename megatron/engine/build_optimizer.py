@@ -46,5 +46,10 @@ def _build_muon(masters: Masters, plan: Plan, mesh: Mesh, *unused: Any) -> Optim
 
 
 BUILDERS: Table[Callable[[Masters, Plan, Mesh, FusedOperators], Optimizer]] = Table(
-    "--optimizer", {"adam": _build_adamw, "ademamix": _build_ademamix, "muon": _build_muon}
+    "--optimizer",
+    {
+        "adam": _build_adamw,
+        "ademamix": _build_ademamix,
+        "muon": _build_muon,
+    },
 )

@@ -188,7 +188,12 @@ class MuonFormula(Formula):
 
 
 FORMULAS: Table[type[Formula]] = Table(
-    "--optimizer", {"adam": AdamWFormula, "ademamix": AdEMAMixFormula, "muon": MuonFormula}
+    "--optimizer",
+    {
+        "adam": AdamWFormula,
+        "ademamix": AdEMAMixFormula,
+        "muon": MuonFormula,
+    },
 )
 """An optimizer without a formula has `Absent`, and its runs are refused."""
 
