@@ -70,7 +70,7 @@ from megatron.extras.planner.commands.plan_storage import StoreOptions
 from megatron.extras.planner.cost.goodput import FAILURES_PER_1000_NODE_DAYS
 from megatron.extras.planner.cost.hardware import Hardware, load_hardware
 from megatron.extras.planner.cost.memory import Verdict
-from megatron.extras.planner.cost.step_prediction import StepPrediction
+from megatron.extras.planner.cost.step_prediction import UPDATE_BYTES, StepPrediction
 from megatron.extras.planner.prediction import can_be_predicted, predict_plan
 from megatron.extras.step.engines import choose_engine
 from megatron.plan.resolve import resolve
@@ -374,6 +374,10 @@ def _list_assumptions(plan: Plan, world_size: int | None, source: CommandSource)
     file = parallel.deepspeed_config
     if parallel.deepspeed and file is not None and not Path(file).is_file():
         assumed.append(f"no precision and no sequence lengths in {file}")
+    try:
+        UPDATE_BYTES.require(plan.config.optimizer.optimizer)
+    except ConfigError as absent:
+        assumed.append(str(absent))
     return assumed
 
 

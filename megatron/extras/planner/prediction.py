@@ -8,6 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, Literal, cast
 
+from megatron.config.optimizer import OPTIMIZERS
 from megatron.config.parallel import EXCHANGES_HEADS
 from megatron.config.precision import PrecisionConfig
 from megatron.config.tree import Config
@@ -263,7 +264,8 @@ def build_layout_rules(plan: Plan) -> Callable[[RankLayout], bool]:
         if size % own == 0
     ]
     # See `check_tensor_parallel` and `check_muon`.
-    whole_groups = plan.config.model.qk_norm == "full" or plan.config.optimizer.optimizer == "muon"
+    row = OPTIMIZERS.require(plan.config.optimizer.optimizer)
+    whole_groups = plan.config.model.qk_norm == "full" or row.layer_matrices_only
 
     tensor_divides = plan.config.model.moe_shared_expert_intermediate_size or 0
 

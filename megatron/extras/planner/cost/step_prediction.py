@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from megatron.config.table import Absent, Table
 from megatron.extras.planner.cost.collectives import (
     estimate_added_seconds,
     estimate_collective_seconds,
@@ -60,9 +61,13 @@ from megatron.model.partition import Stage, count_layers_per_rank, select_stages
 from megatron.model.shape import ModelShape
 from megatron.schedule.pipeline_schedule import PipelineSchedule
 
-_OPTIMIZER_BYTES = 32
-"""Memory traffic of an update of Adam for each parameter: the gradient twice (norm and update), the
-master weight and two moments read and written. The half-precision weight is written as well."""
+UPDATE_BYTES = Table(
+    "--optimizer",
+    {"adam": 32},
+    Absent("has no formula for the time of its update, so it is that of AdamW"),
+)
+"""Memory traffic of an update for each parameter: the gradient twice (norm and update), the master
+weight and two moments read and written. The half-precision weight is written as well."""
 _ROUNDED_BYTES = 12
 """Further traffic for each moment in bf16, whose fp32 copy is written before the update and read
 after it. One kernel for the update reads and writes the moment itself, which saves 4 bytes."""
@@ -253,8 +258,9 @@ class StepPrediction:
             )
             for rank, every in enumerate(count_rank_parameters(self.job.shape, layout, self.stages))
         )
-        traffic: float = _OPTIMIZER_BYTES + (2 if self.job.software.half else 0)
         optimizer = self.job.software.optimizer
+        traffic: float = UPDATE_BYTES.get(optimizer.optimizer) or UPDATE_BYTES.require("adam")
+        traffic += 2 if self.job.software.half else 0
         dtypes = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
         fused = self.job.software.fused_update
         traffic += (-4 if fused else _ROUNDED_BYTES) * dtypes.count("bf16")

@@ -14,7 +14,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from megatron.extras.planner.verify.recording import RankRecord, RecordedStep, S
 from megatron.extras.planner.verify.reduction import DROPPED
 from megatron.extras.planner.verify.reference import ReferenceRun, ReferenceStep
 from megatron.extras.planner.verify.reference_dropout import list_microbatches
+from megatron.extras.planner.verify.reference_optimizer import get_decays
 from megatron.model.inputs import Inputs
 from megatron.plan.run_plan import Plan
 
@@ -231,19 +231,6 @@ def _compare_numbers(
         yield _compare_numerically(comparison, step.iteration, subject, value, wanted)
 
 
-def get_decays(config: OptimizerConfig) -> dict[str, float]:
-    """Return the decay b of each state that is an average m' = b m + (1 - b) g of gradients."""
-    adam = {"exp_avg": config.adam_beta1}
-    match config.optimizer:
-        case "adam" | "ademamix":
-            return adam
-        case "muon":
-            return {**adam, "momentum": config.muon_momentum}
-        case _:
-            # mypy then names an optimizer that is missing here.
-            assert_never(config.optimizer)
-
-
 def _compare_gradients(
     config: OptimizerConfig, step: RecordedStep, expected: ReferenceStep, name: str
 ) -> Iterator[ComparedValue]:
@@ -312,6 +299,11 @@ def _compare_shard(
     floor: float,
 ) -> ComparedValue:
     """Compare a shard with its slice of the complete tensor of its name."""
+    if shard.name not in whole:
+        # The reference keeps no such state of this parameter.
+        return ComparedValue(
+            comparison, iteration, subject, math.inf, float(shard.tensor.norm()), 0.0
+        )
     expected = shard.select(whole[shard.name])
     norm = float(expected.norm())
     # The last term is for an empty shard.

@@ -30,7 +30,6 @@ from megatron.extras.planner.verify.comparison import (
     compare_records,
     count_flips,
     find_first_failure,
-    get_decays,
     summarise,
 )
 from megatron.extras.planner.verify.launching import Launcher, LaunchError, LaunchTimeoutError
@@ -49,6 +48,7 @@ from megatron.extras.planner.verify.reduction import (
 )
 from megatron.extras.planner.verify.reference import ReferenceRun, run_reference
 from megatron.extras.planner.verify.reference_dropout import list_microbatches
+from megatron.extras.planner.verify.reference_optimizer import get_decays
 from megatron.extras.planner.verify.synthetic import write_data
 from megatron.extras.planner.verify.trace import TracedRank, find_first_difference
 from megatron.extras.step.float8.recipe import GRADIENTS
