@@ -251,13 +251,17 @@ def _watch_gradients(rank: FakeRank) -> None:
         if stage.sharded is None:
             continue
         for module in stage.sharded._sharded:
-            state = module._get_fsdp_state()
-            # torch 2.11 and 2.12 have one group.
-            one = getattr(state, "_fsdp_param_group", None)
-            groups = state._fsdp_param_groups if one is None else [one]
-            for group in groups:
+            for group in list_parameter_groups(module):
                 for each in group.fsdp_params:
                     each.unsharded_param.register_post_accumulate_grad_hook(label)
+
+
+def list_parameter_groups(module: Any) -> list[Any]:
+    """Return FSDP2's groups of parameters of a module."""
+    state = module._get_fsdp_state()
+    # torch 2.11 and 2.12 have one group.
+    one = getattr(state, "_fsdp_param_group", None)
+    return state._fsdp_param_groups if one is None else [one]
 
 
 def _label_gradients(rank: FakeRank) -> None:

@@ -31,6 +31,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils._pytree import tree_leaves
 
 from megatron.engine.parallelize import RankStage
+from megatron.extras.planner.dry_run.fake_rank import list_parameter_groups
 from megatron.extras.planner.types.axes import LETTERS, Axis, Offsets, list_offsets, use_axes
 from megatron.model import goldfish
 from megatron.model.dropout import Dropout
@@ -247,14 +248,6 @@ class ForwardTypes:
 
 def _bind(run: Callable[..., Any], function: Any, rule: SpmdRule) -> Any:
     return staticmethod(lambda *arguments: run(function, rule, arguments))
-
-
-def list_parameter_groups(module: Any) -> list[Any]:
-    """Return FSDP2's groups of parameters of a module."""
-    state = module._get_fsdp_state()
-    # torch 2.11 and 2.12 have one group.
-    one = getattr(state, "_fsdp_param_group", None)
-    return state._fsdp_param_groups if one is None else [one]
 
 
 @contextmanager

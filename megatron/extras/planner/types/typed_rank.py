@@ -2,7 +2,6 @@
 
 import gc
 import re
-import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from unittest.mock import patch
@@ -10,7 +9,6 @@ from unittest.mock import patch
 import torch.distributed as dist
 from spmd_types import SpmdTypeError
 
-from megatron.base.code_version import PACKAGE
 from megatron.extras.planner.dry_run.fake_rank import (
     assume_loads,
     build_rank,
@@ -19,6 +17,7 @@ from megatron.extras.planner.dry_run.fake_rank import (
     name_groups,
 )
 from megatron.extras.planner.dry_run.process import choose_fake_kernels, choose_microbatches
+from megatron.extras.planner.dry_run.record import find_line_of_error
 from megatron.extras.planner.types.axes import Axis, list_axes, list_offsets
 from megatron.extras.planner.types.forward import ForwardTypes, keep_types_in_hooks
 from megatron.extras.planner.types.gradients import GradientFlow
@@ -104,15 +103,10 @@ def _describe_error(error: BaseException, axes: Sequence[Axis]) -> str:
     # torch's pipeline raises an error of its own from ours.
     while error.__cause__ is not None:
         error = error.__cause__
-    prefix = f"{PACKAGE}/"
-    lines = [
-        f"{frame.filename.removeprefix(prefix)}:{frame.lineno}"
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename.startswith(prefix) and "/extras/planner/" not in frame.filename
-    ]
+    line = find_line_of_error(error)
     where = ""
-    if lines:
-        where = f"{lines[-1]}: "
+    if line is not None:
+        where = f"{line}: "
     if not isinstance(error, SpmdTypeError):
         return f"{where}{type(error).__name__}: {error}"
     # Without its proposals, which name functions of spmd_types.

@@ -13,31 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from megatron.engine.invariants import compute_checksum
+from megatron.extras.watch.operator_mode import CollectiveCall, OperatorMode
 from megatron.model.gpt import GPT
 
-_INPUTS = {
-    "allreduce_": 0,
-    "allreduce_coalesced_": 0,
-    "reduce_": 0,
-    "broadcast_": 0,
-    "send": 0,
-    "allgather_": 1,
-    "allgather_into_tensor_coalesced_": 1,
-    "_allgather_base_": 1,
-    "reduce_scatter_": 1,
-    "reduce_scatter_tensor_coalesced_": 1,
-    "_reduce_scatter_base_": 1,
-    "alltoall_": 1,
-    "alltoall_base_": 1,
-    "gather_": 1,
-    "scatter_": 1,
-}
-"""Operator of torch's namespace c10d -> the number of the argument with this rank's input."""
-_RECEIVE = "recv_"
 _SLICE = 1 << 22
 """Elements whose projections are computed at a time."""
 MEASURES = 4
@@ -203,57 +185,29 @@ def _create_masks_without_modes(stages: Sequence[GPT]) -> Iterator[None]:
         bias.causal_lower_right = create
 
 
-class _CollectiveMode(TorchDispatchMode):
-    """Adds each collective and message to a recorder before it is started.
-
-    torch compiles nothing within such a mode, so compiled blocks run uncompiled.
-    """
+class _CollectiveMode(OperatorMode):
+    """Adds each collective and message to a recorder before it is started."""
 
     def __init__(self, recorder: PassRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Everything that ranks send goes through this namespace, FSDP2's and a pipeline's too.
-        if func.namespace == "c10d":
-            self._add(func.__name__.partition(".")[0], args)
-        return func(*args, **(kwargs or {}))
-
-    def _add(self, operator: str, args: Sequence[Any]) -> None:
-        if operator not in _INPUTS and operator != _RECEIVE:
+    def see_collective(self, call: CollectiveCall) -> None:
+        """Add the call, except one without numbers of the model."""
+        group = call.group
+        if call.kind == "barrier" or group is None:
             return
-        is_message = operator in ("send", _RECEIVE)
+        is_message = call.kind in ("send", "receive")
         # torch's stages exchange an integer in the first pass of a new schedule only.
-        if is_message and not args[0][0].is_floating_point():
+        if is_message and not call.tensors[0].is_floating_point():
             return
-        group = next(
-            dist.ProcessGroup.unbox(each)
-            for each in args
-            if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type())
-        )
-        sent: list[Tensor] = []
-        if operator != _RECEIVE:
-            sent = _list_tensors(args[_INPUTS[operator]])
-        link = f"{group.group_name} of {_name_ranks(group)}"
-        receives = True
+        # The name is the same on the group's ranks, and on no others.
+        link = f"{call.group_name} of {'-'.join(map(str, dist.get_process_group_ranks(group)))}"
         if is_message:
-            # The peer is the number of a rank in the group.
-            ends = (group.rank(), args[2]) if operator == "send" else (args[2], group.rank())
+            ends = [group.rank(), call.peer]
+            if call.kind == "receive":
+                ends.reverse()
             link += f" from {ends[0]} to {ends[1]}"
-            receives = operator == _RECEIVE
-        elif operator == "broadcast_" and args[2] != group.rank():
-            # The tensor is filled by the message.
-            sent = []
-        self._recorder.add_link(operator.strip("_"), link, sent, receives=receives)
-
-
-def _name_ranks(group: dist.ProcessGroup) -> str:
-    """Return a name of a group that is the same on its ranks and on no others."""
-    return "-".join(map(str, dist.get_process_group_ranks(group)))
-
-
-def _list_tensors(value: Any) -> list[Tensor]:
-    """Return the tensors of nested lists."""
-    if isinstance(value, Tensor):
-        return [value]
-    return [tensor for each in value for tensor in _list_tensors(each)]
+        self._recorder.add_link(
+            call.operator.strip("_"), link, call.sent, receives=call.kind != "send"
+        )
