@@ -21,7 +21,7 @@ from megatron.extras.planner.cost.layout import (
     Software,
 )
 from megatron.extras.planner.cost.memory import BALANCED_ENDS, count_virtual_layers
-from megatron.extras.planner.cost.parameter_traffic import reduces_each_microbatch
+from megatron.extras.planner.cost.parameters import reduces_each_microbatch
 from megatron.extras.planner.cost.search import SearchSpace
 from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
 from megatron.extras.step.float8.recipe import ROWWISE, list_float8_layers

@@ -204,7 +204,7 @@ class Software:
     """Bytes of a gradient as data-parallel ranks send it."""
     accumulation_bytes: int = 0
     """Bytes of memory traffic that add a parameter's gradient to the sum over microbatches, without
-    those of the matrix product. If tensors are counted, `cost.parameter_traffic` counts it."""
+    those of the matrix product. If tensors are counted, `cost.parameters` counts it."""
     dropout: bool = True
     """Whether the layers have dropout. Other trainers write masks for it."""
     attends_in_blocks: bool = False

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, assert_never
 
-from megatron.extras.planner.cost.experts import count_rows
 from megatron.extras.planner.cost.layout import RankLayout, Software
+from megatron.extras.planner.cost.parameters import count_rows
 from megatron.model.shape import ModelShape
 
 LOGIT_CHUNK_BYTES = 256 << 20

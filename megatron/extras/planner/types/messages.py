@@ -11,8 +11,13 @@ from torch import Tensor
 
 from megatron.engine.pipeline_runner import _Stage, _StageModule
 from megatron.extras.planner.dry_run.fake_gpu import find_line, name_dtype
-from megatron.extras.planner.types.axes import Offsets, list_offsets
-from megatron.extras.planner.types.forward import choose_variant, find_group, list_ranks
+from megatron.extras.planner.types.forward import (
+    Offsets,
+    choose_variant,
+    find_group,
+    list_offsets,
+    list_ranks,
+)
 from megatron.extras.planner.types.gradients import GradientFlow
 from megatron.extras.planner.types.record import STEP, Message, RankTypes, Transfer
 from megatron.extras.watch.operator_mode import CollectiveCall, OperatorMode

@@ -18,8 +18,13 @@ from megatron.extras.planner.dry_run.fake_rank import (
 )
 from megatron.extras.planner.dry_run.process import choose_fake_kernels, choose_microbatches
 from megatron.extras.planner.dry_run.record import find_line_of_error
-from megatron.extras.planner.types.axes import Axis, list_axes, list_offsets
-from megatron.extras.planner.types.forward import ForwardTypes, keep_types_in_hooks
+from megatron.extras.planner.types.forward import (
+    Axis,
+    ForwardTypes,
+    keep_types_in_hooks,
+    list_axes,
+    list_offsets,
+)
 from megatron.extras.planner.types.gradients import GradientFlow
 from megatron.extras.planner.types.messages import Recorder
 from megatron.extras.planner.types.record import RankTypes
