@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_COLLECTIVES = {
+COLLECTIVES = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),
     "all_reduce": ("all_reduce", 0),
@@ -85,9 +85,9 @@ def read_collective(func: Any, args: tuple[Any, ...]) -> CollectiveCall | None:
         return None
     operator = func._schema.name.split("::")[1]
     # Other operators of these namespaces only wait.
-    if operator not in _COLLECTIVES:
+    if operator not in COLLECTIVES:
         return None
-    kind, number = _COLLECTIVES[operator]
+    kind, number = COLLECTIVES[operator]
     group = None
     group_name = ""
     for each in args:
