@@ -133,13 +133,12 @@ class Recorded:
 def record_block(case: Case) -> Recorded:
     """Run both passes of the first block of a rank."""
     import torch
-    import torch.distributed as dist
 
     sys.path.insert(0, BENCHMARKS)
     from operator_counter import _GRADIENT_SUMS, OperatorCounter
     from operator_work import ATTENTION, ATTENTION_BACKWARD, PRODUCTS
 
-    from megatron.extras.planner.dry_run.fake_rank import assume_loads, build_rank, get_gpu
+    from megatron.extras.planner.dry_run.fake_rank import use_rank
     from megatron.extras.planner.dry_run.process import choose_fake_kernels
     from megatron.extras.watch.operator_mode import COLLECTIVES
     from megatron.model.experts.routing import Routing
@@ -147,46 +146,39 @@ def record_block(case: Case) -> Recorded:
 
     plan = choose_fake_kernels(plan_case(case))
     config = plan.config
-    gpu = get_gpu()
-    gpu.forget_memory()
-    assume_loads(1.0)
     counter = OperatorCounter()
     parts = []
-    with gpu:
-        try:
-            rank = build_rank(plan, case.rank)
-            stage = rank.engine.stages[0]
-            stage.train()
-            block = stage.get_blocks()[0]
-            counter.start(rank)
-            size = config.batch.micro_batch_size
-            tokens = torch.zeros((size, LENGTH), dtype=torch.long, device="cuda")
-            inputs = Inputs(tokens).to(tokens.device)
-            dtype = stage._dtype or torch.float32
-            positions = stage.position_tables.make_positions(inputs, dtype)
-            if config.precision.fp32_residual_connection:
-                dtype = torch.float32
-            sharing = rank.mesh.grid.tensor if config.parallel.sequence_parallel else 1
-            shape = (LENGTH // sharing, size, HIDDEN)
-            x = torch.empty(shape, dtype=dtype, device="cuda", requires_grad=True)
+    with use_rank(plan, case.rank) as rank:
+        gpu = rank.gpu
+        stage = rank.engine.stages[0]
+        stage.train()
+        block = stage.get_blocks()[0]
+        counter.start(rank)
+        size = config.batch.micro_batch_size
+        tokens = torch.zeros((size, LENGTH), dtype=torch.long, device="cuda")
+        inputs = Inputs(tokens).to(tokens.device)
+        dtype = stage._dtype or torch.float32
+        positions = stage.position_tables.make_positions(inputs, dtype)
+        if config.precision.fp32_residual_connection:
+            dtype = torch.float32
+        sharing = rank.mesh.grid.tensor if config.parallel.sequence_parallel else 1
+        shape = (LENGTH // sharing, size, HIDDEN)
+        x = torch.empty(shape, dtype=dtype, device="cuda", requires_grad=True)
 
-            def run() -> torch.Tensor:
-                return block(x, positions, inputs.dropout_key, Routing(1.0, size))
+        def run() -> torch.Tensor:
+            return block(x, positions, inputs.dropout_key, Routing(1.0, size))
 
-            # The first pass makes tables that later ones share.
-            run()
-            before = gpu.memory.measure_kept()
-            with gpu.watch(counter.count):
-                out = run()
-                # The output is as large as the input, which the block keeps.
-                kept = sum(gpu.memory.measure_kept().values()) - sum(before.values())
-                parts.append(dict(counter.counts))
-                counter.counts.clear()
-                torch.autograd.grad(out, [x, *block.parameters()], torch.empty_like(out))
-                parts.append(dict(counter.counts))
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        # The first pass makes tables that later ones share.
+        run()
+        before = gpu.memory.measure_kept()
+        with gpu.watch(counter.count):
+            out = run()
+            # The output is as large as the input, which the block keeps.
+            kept = sum(gpu.memory.measure_kept().values()) - sum(before.values())
+            parts.append(dict(counter.counts))
+            counter.counts.clear()
+            torch.autograd.grad(out, [x, *block.parameters()], torch.empty_like(out))
+            parts.append(dict(counter.counts))
 
     def add_flops(*names: str) -> Pair:
         forward, backward = (

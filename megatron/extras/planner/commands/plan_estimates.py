@@ -122,10 +122,7 @@ def estimate_layer_activation_bytes(
     """
     w = get_widths(shape)
     t = tensor_parallel_size
-    if half:
-        value = 2
-    else:
-        value = 4
+    value = 2 if half else 4
     # Inputs of norms and column-parallel linear layers, and the masks of dropout at one byte each.
     replicated = value * 4 * w.h + (2 * w.h if shape.config.hidden_dropout else 0)
     # Queries, keys, values, the attention's output and the MLP's inner activations.
@@ -155,15 +152,8 @@ def estimate_layer_input_bytes(
     In half precision this is 2 s b h (2205.05198, section 5).
     """
     values = shape.config.seq_length * micro_batch_size * shape.config.hidden_size
-    if half:
-        bytes_of_value = 2
-    else:
-        bytes_of_value = 4
-    if sequence_parallel:
-        ranks = tensor_parallel_size
-    else:
-        ranks = 1
-    return bytes_of_value * values // ranks
+    ranks = tensor_parallel_size if sequence_parallel else 1
+    return (2 if half else 4) * values // ranks
 
 
 def estimate_stage_activation_bytes(

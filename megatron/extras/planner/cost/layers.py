@@ -6,6 +6,7 @@ Widths are in elements. An element has 2 bytes, or 4 in fp32.
 """
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -63,29 +64,11 @@ class Seconds:
 
     def __add__(self, other: "Seconds") -> "Seconds":
         """Return the sum by parts."""
-        return Seconds(
-            self.gemm + other.gemm,
-            self.attention + other.attention,
-            self.pointwise + other.pointwise,
-            self.tensor + other.tensor,
-            self.gaps + other.gaps,
-            self.rounding + other.rounding,
-            self.scales + other.scales,
-            self.experts + other.experts,
-        )
+        return Seconds(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def scale(self, factor: float) -> "Seconds":
         """Return each part multiplied by `factor`."""
-        return Seconds(
-            factor * self.gemm,
-            factor * self.attention,
-            factor * self.pointwise,
-            factor * self.tensor,
-            factor * self.gaps,
-            factor * self.rounding,
-            factor * self.scales,
-            factor * self.experts,
-        )
+        return Seconds(*(factor * part for part in vars(self).values()))
 
 
 @dataclass(frozen=True)
