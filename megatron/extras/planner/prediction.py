@@ -103,12 +103,7 @@ def _describe_float8(config: Config, hardware: Hardware) -> Float8 | None:
         return None
     layers = list_float8_layers(config)
     every = len(layers) == config.model.num_layers
-    return Float8(
-        layers=None if every else layers,
-        rowwise=ROWWISE[precision.fp8_recipe],
-        one_pass=True,
-        scale_kernels=1,
-    )
+    return Float8(layers=None if every else layers, rowwise=ROWWISE[precision.fp8_recipe])
 
 
 def propose_float8(config: Config) -> PrecisionConfig:

@@ -263,7 +263,7 @@ class LayerTimes:
             )
             for each, messages in zip(rounded, sent, strict=True)
         )
-        if float8.one_pass and not float8.rowwise and self._software.fused_gradients:
+        if float8.rounding is None and not float8.rowwise and self._software.fused_gradients:
             # A product writes 16 bits, and another kernel adds them. `gradient_bytes` is for a
             # product that adds by itself, which moves 4 bytes less.
             added = 4 * sum(each.weights for each in self._in_float8)

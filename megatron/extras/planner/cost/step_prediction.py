@@ -414,11 +414,9 @@ def _estimate_stages(
         gradient_bytes = count_product_bytes(layout, job.software, microbatches)
     float8 = job.software.float8
     # Otherwise the number of microbatches does not matter.
-    once = float8 is not None and (float8.weights == "step" or float8.one_pass)
     rounds = 1
-    if once:
+    if float8 is not None:
         rounds = microbatches
-    if float8 is not None and float8.one_pass:
         key = replace(key, data=min(layout.data, 2), zero_stage=layout.zero_stage)
 
     def estimate(software: Software) -> _Parts:
