@@ -80,6 +80,7 @@ def initialise(
     # its variance independent of the number of layers.
     deviations = {
         Init.TABLE: shape.init_std,
+        Init.VECTOR: shape.init_std,
         Init.NORMAL: shape.matrix_init_std,
         Init.SCALED_NORMAL: shape.output_init_std,
     }

@@ -125,7 +125,7 @@ class SoftmaxRow:
 
 
 def _list_sink(heads: int) -> Specs:
-    return {"sink": make_vector_spec(heads, Init.TABLE, shard_dim=0)}
+    return {"sink": make_vector_spec(heads, Init.VECTOR, shard_dim=0)}
 
 
 SOFTMAXES = Table(

@@ -67,10 +67,11 @@ class Norm(nn.Module):
         """
         super().__init__()
         self.eps = eps
-        self.register_parameter("bias", None)
         for name, spec in NORMS.require(self.name).list_parameters(size).items():
             if bias or name != "bias":
                 self.register_parameter(name, make(spec, tp))
+        if "bias" not in self._parameters:
+            self.register_parameter("bias", None)
 
 
 class LayerNorm(Norm):

@@ -16,6 +16,8 @@ class Init(Enum):
     TABLE = "normal, table"
     """Normal with a standard deviation that no width changes, for a row of each token or position.
     """
+    VECTOR = "normal, vector"
+    """The same for a parameter of each head."""
     SCALED_NORMAL = "scaled normal"
     """Normal with a smaller standard deviation, for matrices that write to the residual stream."""
     ZERO = "zero"

@@ -40,11 +40,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "norm_placement": "output",
         "qk_norm": "full",
         "num_query_groups": 2,
+        "softmax_type": "learnable",
     },
     "bloom": {"position_embedding_type": "alibi", "embed_layernorm": True},
 }
 DISTRIBUTIONS = {
     Init.TABLE: "N(0, sigma)",
+    Init.VECTOR: "N(0, sigma)",
     Init.NORMAL: "N(0, sigma)",
     Init.SCALED_NORMAL: "N(0, sigma / sqrt(2 layers))",
     Init.ONE: "1",
@@ -110,7 +112,8 @@ def test_values_have_the_distribution_of_the_kind(shape: str) -> None:
     """The deviations follow from --init-method-std here, not from the code."""
     config = tiny_config(**SHAPES[shape], init_method_std=0.03)
     output = 0.03 / math.sqrt(2 * config.num_layers)
-    deviations = {Init.TABLE: 0.03, Init.NORMAL: 0.03, Init.SCALED_NORMAL: output}
+    drawn = (Init.TABLE, Init.VECTOR, Init.NORMAL)
+    deviations = dict.fromkeys(drawn, 0.03) | {Init.SCALED_NORMAL: output}
     specs = collect_specs(shape)
     for name, parameter in build(config).named_parameters():
         kind = specs[name].init

@@ -18,6 +18,7 @@ from verify.hidden_mutations import HIDDEN_MUTATIONS
 from verify.museum.museum_mutations import MUSEUM_MUTATIONS
 from verify.mutation import MEGATRON, NO_DROPOUT, PP, SP, TP, Mutation, wrap
 from verify.parametrization_mutations import PARAMETRIZATION_MUTATIONS
+from verify.row_mutations import ROW_MUTATIONS
 from verify.sink_mutations import SINK_MUTATIONS
 
 # -- gradients of replicated and tied parameters ---------------------------------------------------
@@ -816,4 +817,5 @@ MUTATIONS = [
     *HIDDEN_MUTATIONS,
     *SINK_MUTATIONS,
     *MUSEUM_MUTATIONS,
+    *ROW_MUTATIONS,
 ]

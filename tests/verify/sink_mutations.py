@@ -127,6 +127,7 @@ SINK_MUTATIONS = [
         f"{TP} {SINKS}",
         2,
         count_sinks_of_first_rank,
+        caught_by="parts of the norm",
     ),
     Mutation(
         "the gradient of sinks is added once for each part of a query",
