@@ -4,12 +4,14 @@ Pages under docs/ link to files outside it, such as `../megatron/plan/plan.py`. 
 where the repository is browsed. The site has no such files. A link then leads to the repository if
 `repo_url` is set, and becomes its text otherwise. A link to a file that does not exist is an error.
 
-The reference pages and the list of decisions exist only on the site. They are made from the files
-that exist, so a new module or decision needs no change here.
+The reference pages, the tables of flags and the list of decisions exist only on the site. They are
+made from the files that exist, so a new module, flag or decision needs no change here.
 """
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +38,14 @@ _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 
 
 def on_files(files: Any, *, config: Any) -> Any:
-    """Add the reference pages and the list of decisions.
+    """Add the reference pages, the tables of flags and the list of decisions.
 
     Args:
-        files: All pages. The new ones are appended.
+        files: All pages. The new ones are appended, and the page of flags is replaced.
         config: The site's configuration.
+
+    Raises:
+        CalledProcessError: The page of flags cannot be printed.
     """
     repository = Path(config["docs_dir"]).resolve().parent
     for package in REFERENCE:
@@ -56,6 +61,16 @@ def on_files(files: Any, *, config: Any) -> Any:
         lines = [f"# megatron.{title}", str(docstring), *(f"::: {name}" for name in names)]
         name = f"reference/{package.rpartition('/')[2]}.md"
         files.append(File.generated(config, name, content="\n\n".join(lines) + "\n"))
+    # A process of its own, because the hooks must not depend on what mkdocs has imported.
+    printed = subprocess.run(
+        [sys.executable, "tools/flags.py"],
+        cwd=repository,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    files.remove(files.get_file_from_path("flags.md"))
+    files.append(File.generated(config, "flags.md", content=printed.stdout))
     decisions = sorted((repository / "docs" / "decisions").glob("[0-9]*.md"))
     rows = [_make_row(path) for path in decisions]
     header = [
