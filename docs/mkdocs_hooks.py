@@ -4,12 +4,19 @@ Pages under docs/ link to files outside it, such as `../megatron/plan/plan.py`. 
 where the repository is browsed. The site has no such files. A link then leads to the repository if
 `repo_url` is set, and becomes its text otherwise. A link to a file that does not exist is an error.
 
-The reference pages, the tables of flags and the list of decisions exist only on the site. They are
-made from the files that exist, so a new module, flag or decision needs no change here.
+The reference pages and the list of decisions exist only on the site. They are made from the files
+that exist, so a new module or decision needs no change here.
+
+Two comments in a page stand for text that only the site shows. Each has a line of its own:
+
+    <!-- output of: python tools/flags.py -->      the Markdown that this command prints
+    <!-- table: tables/planner_times.csv -->       the rows of this file below docs/
 """
 
 import ast
+import csv
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -34,18 +41,16 @@ REFERENCE = (
 )
 """Packages that have a reference page. It begins with the docstring of the package."""
 
+_GENERATED = re.compile(r"^<!-- (?P<kind>output of|table): (?P<source>.+) -->$", re.MULTILINE)
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 
 
 def on_files(files: Any, *, config: Any) -> Any:
-    """Add the reference pages, the tables of flags and the list of decisions.
+    """Add the reference pages and the list of decisions.
 
     Args:
-        files: All pages. The new ones are appended, and the page of flags is replaced.
+        files: All pages. The new ones are appended.
         config: The site's configuration.
-
-    Raises:
-        CalledProcessError: The page of flags cannot be printed.
     """
     repository = Path(config["docs_dir"]).resolve().parent
     for package in REFERENCE:
@@ -61,16 +66,6 @@ def on_files(files: Any, *, config: Any) -> Any:
         lines = [f"# megatron.{title}", str(docstring), *(f"::: {name}" for name in names)]
         name = f"reference/{package.rpartition('/')[2]}.md"
         files.append(File.generated(config, name, content="\n\n".join(lines) + "\n"))
-    # A process of its own, because the hooks must not depend on what mkdocs has imported.
-    printed = subprocess.run(
-        [sys.executable, "tools/flags.py"],
-        cwd=repository,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    files.remove(files.get_file_from_path("flags.md"))
-    files.append(File.generated(config, "flags.md", content=printed.stdout))
     decisions = sorted((repository / "docs" / "decisions").glob("[0-9]*.md"))
     rows = [_make_row(path) for path in decisions]
     header = [
@@ -93,7 +88,7 @@ def _make_row(path: Path) -> str:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Replace the links of a page that lead out of docs/.
+    """Fill in the generated parts of a page, and replace its links that lead out of docs/.
 
     Args:
         markdown: The text of the page.
@@ -102,11 +97,15 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
         files: All pages, which this hook does not need.
 
     Raises:
-        FileNotFoundError: A link names a file that does not exist.
+        FileNotFoundError: A link or a table names a file that does not exist.
+        CalledProcessError: A command of the page failed.
     """
     docs = Path(config["docs_dir"]).resolve()
     repository = docs.parent
     folder = (docs / page.file.src_uri).parent
+    markdown = _GENERATED.sub(
+        lambda match: _generate(match["kind"], match["source"], docs), markdown
+    )
 
     def replace(match: re.Match[str]) -> str:
         target = match["target"]
@@ -125,3 +124,23 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
         return f"[{match['text']}]({url})"
 
     return _LINK.sub(replace, markdown)
+
+
+def _generate(kind: str, source: str, docs: Path) -> str:
+    """Return the Markdown that a comment of a page stands for."""
+    if kind == "table":
+        with open(docs / source, newline="") as file:
+            header, *rows = csv.reader(file)
+        return "\n".join(_join_cells(cells) for cells in (header, ["---"] * len(header), *rows))
+    # A process of its own, because the hooks must not depend on what mkdocs has imported.
+    command = [sys.executable, *shlex.split(source.removeprefix("python "))]
+    return subprocess.run(
+        command, cwd=docs.parent, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+
+
+def _join_cells(cells: list[str]) -> str:
+    """Return a row of a Markdown table."""
+    # A bare `|` would start a new column.
+    escaped = [cell.replace("|", r"\|") for cell in cells]
+    return f"| {' | '.join(escaped)} |"

@@ -1,23 +1,19 @@
-"""Print the page of flags: every flag of pretrain_gpt.py and the flags of other systems.
+"""Print every flag of pretrain_gpt.py, and what becomes of the flags of other systems.
 
     python tools/flags.py | less
 
-`docs/flags.md` has the rules of the command line, and is the beginning of this page. The
-documentation site has the complete page, which `docs/mkdocs_hooks.py` takes from here.
+The documentation site shows this below the text of `docs/flags.md`.
 """
 
 import ast
 import inspect
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from megatron.config.fields import Field, all_fields, list_groups
 from megatron.config.help import format_help_line
 from megatron.extras.interop.translators.compat import NEOX, NEOX_KEYS, SYSTEMS, Row
 from megatron.extras.interop.translators.compat import find_rows as compat_rows
-
-INTRODUCTION = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
 
 OTHERS = """## Flags of other systems
 
@@ -41,17 +37,17 @@ The last tables are for keys of the YAML files of GPT-NeoX. Keys of DeepSpeed in
 that is null, false or 0 asks for nothing."""
 
 
-def build_page() -> str:
-    """Return the complete page in Markdown."""
-    lines = [INTRODUCTION.read_text().rstrip("\n")]
+def build_tables() -> str:
+    """Return all tables in Markdown."""
+    lines: list[str] = []
     for group, cls in list_groups().items():
         about = _describe_group(cls)
         # Two groups may share a module. Its paragraph is printed once.
-        lines += ["", f"## {group}", ""]
+        lines += [f"## {group}", ""]
         if about not in lines:
             lines += [about, ""]
-        lines += _format_table("flag | value | default | meaning", _list_fields(group))
-    lines += ["", OTHERS]
+        lines += [*_format_table("flag | value | default | meaning", _list_fields(group)), ""]
+    lines += [OTHERS]
     for system, table in (SYSTEMS | {NEOX: NEOX_KEYS}).items():
         # Users of these know the flags with underscores. Both spellings are accepted.
         underscores = system in ("fms-fsdp", "llm-baselines")
@@ -172,4 +168,4 @@ def _format_table(head: str, rows: Iterator[list[str]]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(build_page())
+    sys.stdout.write(build_tables())

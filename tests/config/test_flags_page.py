@@ -1,4 +1,4 @@
-"""The page that tools/flags.py prints agrees with the configuration and the compatibility table."""
+"""What tools/flags.py prints agrees with the configuration and the compatibility table."""
 
 import functools
 import re
@@ -15,20 +15,18 @@ from megatron.extras.interop.translators.compat import TABLE, Row, find_row, fin
 from megatron.extras.interop.translators.translator import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
-STUB = ROOT / "docs" / "flags.md"
 
 
 @functools.cache
 def print_page() -> str:
-    """Return the page of flags as the documentation site gets it."""
+    """Return the tables that the documentation site shows below docs/flags.md."""
     return subprocess.run(
         [sys.executable, "tools/flags.py"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
 
 
-def test_page_begins_with_the_file_in_the_repository():
-    assert print_page().startswith(STUB.read_text())
-    assert "python tools/flags.py" in STUB.read_text()
+def test_the_site_has_the_tables():
+    assert "\n<!-- output of: python tools/flags.py -->\n" in (ROOT / "docs/flags.md").read_text()
 
 
 def test_headings_that_other_pages_link_to_exist():
