@@ -40,8 +40,8 @@ import numpy as np
 import tyro
 
 from megatron.config.data import TokenizerConfig
+from megatron.extras.preparation.commands.train_tokenizer import train_bpe
 from megatron.extras.preparation.preprocess import workers
-from megatron.extras.preparation.preprocess.bpe_training import train_bpe
 from megatron.extras.preparation.preprocess.inputs import read_blocks
 from megatron.extras.preparation.preprocess.resumable import ResumableWriter
 

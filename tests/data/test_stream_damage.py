@@ -9,9 +9,12 @@ import pytest
 from data.test_stream_formats import format_of, read_all
 
 from megatron.base.errors import DataError
-from megatron.extras.preparation.preprocess.blocks import Position
+from megatron.extras.preparation.preprocess.inputs import (
+    Position,
+    read_arrow_blocks,
+    read_parquet_blocks,
+)
 from megatron.extras.preparation.preprocess.row_inspection import inspect_rows
-from megatron.extras.preparation.preprocess.tables import read_arrow_blocks, read_parquet_blocks
 from megatron.extras.samples.stream.formats import FORMATS
 
 ROW = 123

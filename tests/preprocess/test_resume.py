@@ -25,8 +25,7 @@ from tiny_corpus import MERGES, REFERENCE_PREFIX, VOCAB, command, data_files
 from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import TokenizerConfig
 from megatron.extras.preparation.preprocess import build_dataset, resumable
-from megatron.extras.preparation.preprocess.blocks import InputBlock
-from megatron.extras.preparation.preprocess.inputs import read_blocks
+from megatron.extras.preparation.preprocess.inputs import InputBlock, read_blocks
 from megatron.extras.preparation.preprocess.journal import Journal
 
 SLOW_RUN = """

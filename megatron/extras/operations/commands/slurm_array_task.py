@@ -45,7 +45,7 @@ from megatron.console.standard_streams import protect_standard_streams
 from megatron.extras.operations.monitor.alerts import Alert, Outlets, deliver
 from megatron.extras.operations.slurm.array_task import run_array_task
 from megatron.extras.operations.slurm.node_report import NodeLimits, check_limits
-from megatron.extras.operations.slurm.task import EXIT_CODES, ArrayTask
+from megatron.extras.operations.slurm.start import EXIT_CODES, ArrayTask
 from megatron.plan.rules.finding import Finding, error, refuse_errors
 
 

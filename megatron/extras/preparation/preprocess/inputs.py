@@ -1,7 +1,7 @@
 """Reads the input files in blocks of complete lines or rows.
 
 Invariant: memory holds one block, or one line or record if it is longer than a block. A later run
-can continue where a block ends.
+can continue where a block ends. Rows that an earlier run has read are not decoded again.
 
 A file of plain text is one document. All other files have records with keys. A record is a row of a
 table, an item of a JSON array, or a line of any other file. Files may be compressed as .gz or .zst.
@@ -13,25 +13,71 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import BinaryIO, NoReturn
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
 from megatron.base.errors import DataError
 from megatron.base.outside_file import open_regular
 from megatron.base.plain_text import format_bytes
-from megatron.extras.preparation.preprocess.blocks import (
-    BLOCK_BYTES,
-    InputBlock,
-    PlainText,
-    Position,
-)
 from megatron.extras.preparation.preprocess.input_files import (
     InputFormat,
     find_format,
     is_compressed,
 )
-from megatron.extras.preparation.preprocess.tables import read_arrow_blocks, read_parquet_blocks
+from megatron.extras.samples.stream.table_files import check_values, open_arrow, open_parquet
+
+BLOCK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Position:
+    """The place at which the next block begins.
+
+    Attributes:
+        file: Number of the input file.
+        offset: Offset in this file, in bytes of the decompressed text or in rows of a table.
+        line: Number of lines, rows or records before this place.
+    """
+
+    file: int = 0
+    offset: int = 0
+    line: int = 0
+
+
+@dataclass(frozen=True)
+class PlainText:
+    """The content of a file that is one document."""
+
+    content: bytes
+
+
+@dataclass(frozen=True)
+class InputBlock:
+    """Complete lines or rows of one file.
+
+    Attributes:
+        path: The file.
+        first_line: Number of the first line, from 1.
+        content: JSON records as bytes, one per line. Or rows as a pyarrow RecordBatch. Or a
+            `PlainText`.
+        end: Where the next block begins.
+        disk_bytes: How far into the file on disk the block reaches.
+    """
+
+    path: str
+    first_line: int
+    content: Any
+    end: Position
+    disk_bytes: int
+
+    @property
+    def lines(self) -> int:
+        """Number of lines or rows."""
+        return self.end.line - self.first_line + 1
+
 
 _SPACE = r"[ \t\r\n]*"
 # It may start with a byte order mark, here with one character for each byte.
@@ -385,3 +431,100 @@ def _read_zstd_pieces(raw: BinaryIO, path: str) -> Iterator[bytes]:
         raise DataError(f"{path} cannot be read: {error}. Fix or leave out the file.") from error
     if not fresh:
         raise DataError(f"{path} is truncated: it ends inside a zstd frame. Copy the file again.")
+
+
+def count_rows(path: str) -> int:
+    """Return the number of rows of a table."""
+    if find_format(path) is InputFormat.PARQUET:
+        with open_parquet(path) as file:
+            return int(file.metadata.num_rows)
+    with open_arrow(path) as file:
+        return sum(batch.num_rows for _, _, batch in file.read_batches())
+
+
+def read_parquet_blocks(
+    path: str, keys: Sequence[str], begin: Position, block_bytes: int
+) -> Iterator[InputBlock]:
+    """Yield the rows of a Parquet file from a position on, in blocks."""
+    with open_parquet(path) as file:
+        _check_columns(path, file.schema_arrow, keys)
+        disk = Path(path).stat().st_size
+        first_row = 0
+        for group in range(file.metadata.num_row_groups):
+            # Rows have no fixed size. The average size in the row group gives the number of rows in
+            # a block.
+            row_group = file.metadata.row_group(group)
+            rows = max(1, row_group.num_rows * block_bytes // max(1, row_group.total_byte_size))
+            next_row = first_row
+            first_row += row_group.num_rows
+            # Row groups that an earlier run has read are not decoded again.
+            if first_row <= begin.offset:
+                continue
+            for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=list(keys)):
+                begin_row = next_row
+                next_row = next_row + batch.num_rows
+                # Batches may begin at other rows than in the earlier run. Leave out the rows that
+                # it has read.
+                passed = max(0, begin.offset - begin_row)
+                if passed < batch.num_rows:
+                    _check_values(path, batch, begin_row)
+                    end = Position(begin.file, next_row, next_row)
+                    yield InputBlock(
+                        path,
+                        begin_row + passed + 1,
+                        batch.slice(passed),
+                        end,
+                        disk * next_row // file.metadata.num_rows,
+                    )
+
+
+def read_arrow_blocks(
+    path: str, keys: Sequence[str], begin: Position, block_bytes: int
+) -> Iterator[InputBlock]:
+    """Yield the rows of an Arrow file from a position on, in blocks."""
+    with open_arrow(path) as file:
+        _check_columns(path, file.schema, keys)
+        first_row = 0
+        for _, place, complete in file.read_batches():
+            batch = complete.select(list(keys))
+            # The writer chose the size of the batch, which may be far larger than a block.
+            rows = max(1, batch.num_rows * block_bytes // max(1, batch.nbytes))
+            start = max(0, begin.offset - first_row)
+            while start < batch.num_rows:
+                part = batch.slice(start, rows)
+                _check_values(path, part, first_row + start)
+                end = first_row + start + part.num_rows
+                yield InputBlock(
+                    path,
+                    first_row + start + 1,
+                    part,
+                    Position(begin.file, end, end),
+                    file.measure(place),
+                )
+                start += part.num_rows
+            first_row += batch.num_rows
+
+
+def _check_values(path: str, batch: Any, first_row: int) -> None:
+    """Check a record batch whose first row has this number in the file, from 0."""
+    for column in batch.columns:
+        check_values(path, column, first_row + 1, "of the file")
+
+
+def _check_columns(path: str, schema: Any, keys: Sequence[str]) -> None:
+    """Check that a table has a column of strings, or only of nulls, for each key."""
+    for key in keys:
+        if key not in schema.names:
+            raise DataError(
+                f"{path} has no column {key!r}, only {', '.join(schema.names)}; name others with "
+                "--json-keys."
+            )
+        kind = schema.field(key).type
+        # A dictionary-encoded column holds texts. A list has a value type as well, and holds none.
+        if str(kind).startswith("dictionary"):
+            kind = kind.value_type
+        # A column whose values are all null has a type of its own. Each of its rows is a bad line.
+        if str(kind) not in ("string", "large_string", "string_view", "null"):
+            raise DataError(
+                f"{path}: column {key!r} holds {kind}, not strings; name others with --json-keys."
+            )

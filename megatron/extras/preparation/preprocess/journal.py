@@ -19,7 +19,7 @@ from megatron.base.errors import ConfigError, DataError
 from megatron.base.file_lock import LockResult, try_lock
 from megatron.base.outside_file import INDEX_BYTES, load_bytes, load_json
 from megatron.config.data import TokenizerConfig
-from megatron.extras.preparation.preprocess.blocks import Position
+from megatron.extras.preparation.preprocess.inputs import Position
 
 VERSION = 1
 
