@@ -15,7 +15,7 @@ from megatron.base.plain_text import format_bytes
 from megatron.checkpoint.folder import step_folder
 from megatron.checkpoint.manifest import MANIFEST, Manifest
 from megatron.extras.operations.commands import fs_watchdog
-from megatron.extras.operations.monitor.disk_watch import (
+from megatron.extras.operations.commands.fs_watchdog import (
     DiskReport,
     DiskWatch,
     check_disks,
@@ -225,7 +225,7 @@ def test_folder_that_cannot_be_read_is_reported(folder: Path, tmp_path: Path) ->
     code = f"""
 import os
 from pathlib import Path
-from megatron.extras.operations.monitor.disk_watch import check_disks, parse_watch
+from megatron.extras.operations.commands.fs_watchdog import check_disks, parse_watch
 os.chdir({str(tmp_path)!r})
 os.seteuid(65534)
 report = check_disks([parse_watch("work=20MB")], [], Path("/tmp/gone/h.json"), days_left=3)

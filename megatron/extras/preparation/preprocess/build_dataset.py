@@ -25,14 +25,15 @@ from megatron.extras.preparation.preprocess.inputs import BLOCK_BYTES, read_bloc
 from megatron.extras.preparation.preprocess.journal import (
     Journal,
     PreprocessProgress,
+    ResumableWriter,
     compute_run_fingerprint,
     lock_output,
+    publish,
 )
-from megatron.extras.preparation.preprocess.resumable import ResumableWriter, publish
 from megatron.extras.preparation.preprocess.sampling import sample_texts
 from megatron.extras.preparation.preprocess.texts import BadLine
 from megatron.extras.preparation.preprocess.workers import Encoded, EncodingJob, encode_blocks
-from megatron.extras.samples.stream.special_tokens import SpecialTokenCounter
+from megatron.extras.samples.stream.filters import SpecialTokenCounter
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 NO_EOD = (

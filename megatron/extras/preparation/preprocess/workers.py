@@ -39,7 +39,7 @@ from megatron.extras.preparation.preprocess.encoders import (
 )
 from megatron.extras.preparation.preprocess.inputs import InputBlock, Position
 from megatron.extras.preparation.preprocess.texts import BadLine, extract_texts, list_text_lines
-from megatron.extras.samples.stream.special_tokens import SpecialTokenCounter
+from megatron.extras.samples.stream.filters import SpecialTokenCounter
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.failures import TokenizerError
 
