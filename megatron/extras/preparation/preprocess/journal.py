@@ -129,14 +129,11 @@ class Journal:
 
     def save(self, progress: PreprocessProgress) -> None:
         """Replace the journal with this progress."""
-        content = json.dumps(
-            {
-                "version": _JOURNAL_VERSION,
-                "fingerprint": self._fingerprint,
-                "progress": asdict(progress),
-            },
-            indent=1,
-        )
+        content = {
+            "version": _JOURNAL_VERSION,
+            "fingerprint": self._fingerprint,
+            "progress": asdict(progress),
+        }
         # The rename is atomic. A reader finds the old journal or the new one.
         replace_file(self.path, json.dumps(content, indent=1))
 
