@@ -16,7 +16,6 @@ from megatron.checkpoint.folder import step_folder
 from megatron.checkpoint.manifest import MANIFEST, Manifest
 from megatron.extras.operations.commands import fs_watchdog
 from megatron.extras.operations.commands.fs_watchdog import (
-    DiskReport,
     DiskWatch,
     check_disks,
     estimate_daily_growth,
@@ -24,6 +23,7 @@ from megatron.extras.operations.commands.fs_watchdog import (
     measure_folder,
     parse_watch,
 )
+from megatron.extras.operations.monitor.alerts import CheckFindings
 
 DAY = 86_400.0
 NOW = 1_800_000_000.0
@@ -54,7 +54,7 @@ def du(*flags: str) -> int:
     )
 
 
-def texts(report: DiskReport) -> list[str]:
+def texts(report: CheckFindings) -> list[str]:
     return [alert.text for alert in report.alerts]
 
 
@@ -124,7 +124,7 @@ def test_file_system_usage_equals_that_of_df(tmp_path: Path) -> None:
 
 
 def test_path_over_a_limit_is_an_alert(folder: Path, tmp_path: Path) -> None:
-    def check(text: str) -> DiskReport:
+    def check(text: str) -> CheckFindings:
         report = check_disks(
             [parse_watch(f"{folder}={text}")], [], tmp_path / "history.json", days_left=3
         )

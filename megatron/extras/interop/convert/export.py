@@ -38,7 +38,7 @@ from megatron.extras.interop.convert.hf_files import (
     read_config,
     write_tensors,
 )
-from megatron.extras.interop.convert.tensors import TensorPair, pair_tensors
+from megatron.extras.interop.convert.tensors import TensorPair, list_hf_shapes, pair_tensors
 from megatron.extras.interop.convert.tokenizer_files import SpecialIds, write_tokenizer
 from megatron.extras.interop.convert.writing import write_folder
 from megatron.model.shape import ModelShape
@@ -213,12 +213,7 @@ def _list_shapes(
     architecture: Architecture, config: Config, pairs: Sequence[TensorPair]
 ) -> dict[str, tuple[int, ...]]:
     """Return the shape of each of their tensors, in the order of writing."""
-    shapes: dict[str, tuple[int, ...]] = {
-        name: shape
-        for pair in pairs
-        for name, shape in zip(pair.hf_names, pair.hf_shapes, strict=True)
-    }
-    return shapes | dict.fromkeys(_list_constants(architecture, config, pairs), ())
+    return list_hf_shapes(pairs) | dict.fromkeys(_list_constants(architecture, config, pairs), ())
 
 
 def _iterate_hf_tensors(

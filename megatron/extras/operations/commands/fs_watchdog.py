@@ -25,7 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,9 @@ from megatron.checkpoint.manifest import MANIFEST, read_manifest
 from megatron.console.parse import parse_arguments
 from megatron.console.run_tool import run_tool
 from megatron.extras.operations.monitor.alerts import (
-    Alert,
+    CheckFindings,
     Outlets,
     check_outlets,
-    deliver,
     read_record,
 )
 from megatron.plan.rules.finding import refuse_errors
@@ -129,19 +128,6 @@ class FolderUsage:
     """Path and reason of the first of these."""
 
 
-@dataclass
-class DiskReport:
-    """Result of one check."""
-
-    pulses: list[str] = field(default_factory=list)
-    """Texts of PULSE lines, one for each path and run."""
-    alerts: list[Alert] = field(default_factory=list)
-    watched: set[str] = field(default_factory=set)
-    """Kinds of alerts that were checked. One that is not among `alerts` has ended."""
-    troubles: list[str] = field(default_factory=list)
-    """What could not be read or written."""
-
-
 def parse_watch(text: str) -> DiskWatch:
     """Parse `PATH=LIMIT[,LIMIT]`.
 
@@ -198,7 +184,7 @@ def check_disks(
     *,
     days_left: float,
     now: float | None = None,
-) -> DiskReport:
+) -> CheckFindings:
     """Check all paths and the folders of runs. If one fails, the others are still checked.
 
     Args:
@@ -210,7 +196,7 @@ def check_disks(
     """
     if now is None:
         now = time.time()
-    report = DiskReport()
+    report = CheckFindings()
     history = _read_history(history_file, report)
     rooms: dict[Path, int] = {}
     for watch in watches:
@@ -242,20 +228,19 @@ def check_disks(
     return report
 
 
-def _alert_unseen(report: DiskReport, kind: str, text: str) -> None:
+def _alert_unseen(report: CheckFindings, kind: str, text: str) -> None:
     """Add an alert about a path that cannot be checked.
 
     Without it, an unreadable path would look like a path without problems.
     """
     report.troubles.append(text)
-    report.watched.add(f"{kind} unseen")
-    report.alerts.append(Alert(f"{kind} unseen", text))
+    report.add_alert(f"{kind} unseen", text)
 
 
 # Counting
 
 
-def measure(watch: DiskWatch, report: DiskReport) -> list[Gauge]:
+def measure(watch: DiskWatch, report: CheckFindings) -> list[Gauge]:
     """Measure a path for each of its limits. What could not be read is added to the report.
 
     Raises:
@@ -282,7 +267,7 @@ def measure(watch: DiskWatch, report: DiskReport) -> list[Gauge]:
                 f"{found.first_error}; the sums are too small"
             )
             report.troubles.append(text)
-            report.alerts.append(Alert(kind, text))
+            report.add_alert(kind, text)
     return gauges
 
 
@@ -370,7 +355,7 @@ def _check_gauges(
     watch: DiskWatch,
     gauges: Sequence[Gauge],
     history: History,
-    report: DiskReport,
+    report: CheckFindings,
     days_left: float,
     now: float,
 ) -> None:
@@ -403,9 +388,8 @@ def _check_gauges(
     for kind, found in (("full", over), ("soon full", soon)):
         report.watched.add(f"disk {watch.path} {kind}")
         if found:
-            report.alerts.append(
-                Alert(f"disk {watch.path} {kind}", f"{watch.path} is {kind}: {'; '.join(found)}")
-            )
+            text = f"{watch.path} is {kind}: {'; '.join(found)}"
+            report.add_alert(f"disk {watch.path} {kind}", text)
 
 
 def estimate_daily_growth(points: Sequence[tuple[float, float]], now: float) -> float | None:
@@ -425,7 +409,7 @@ def estimate_daily_growth(points: Sequence[tuple[float, float]], now: float) -> 
     return statistics.linear_regression(*zip(*newest, strict=True)).slope
 
 
-def _check_run(run: Path, rooms: Mapping[Path, int], report: DiskReport) -> None:
+def _check_run(run: Path, rooms: Mapping[Path, int], report: CheckFindings) -> None:
     """Add a PULSE with the size of a run's checkpoints and the room for more, and alerts.
 
     Args:
@@ -474,11 +458,9 @@ def _check_run(run: Path, rooms: Mapping[Path, int], report: DiskReport) -> None
         rule = (
             f"room for {more} more checkpoints of {format_bytes(size)} ({format_bytes(room)} free)"
         )
-        report.alerts.append(
-            Alert(
-                f"{kind} room",
-                f"{run}: {rule}; make room, or keep fewer with --keep-latest-checkpoints",
-            )
+        report.add_alert(
+            f"{kind} room",
+            f"{run}: {rule}; make room, or keep fewer with --keep-latest-checkpoints",
         )
 
 
@@ -506,7 +488,7 @@ def _list_checkpoints(run: Path) -> tuple[list[tuple[float, int]], list[str]]:
 # Growth over days
 
 
-def _read_history(path: Path, report: DiskReport) -> History:
+def _read_history(path: Path, report: CheckFindings) -> History:
     """Return the history in a file, or an empty one if it is missing or damaged."""
     try:
         record = read_record(path)
@@ -528,7 +510,7 @@ def _read_history(path: Path, report: DiskReport) -> History:
     return {}
 
 
-def _write_history(path: Path, history: History, now: float, report: DiskReport) -> None:
+def _write_history(path: Path, history: History, now: float, report: CheckFindings) -> None:
     """Write the history without points that are too old."""
     # The absolute value also drops points that a wrong clock put far into the future.
     kept = {
@@ -584,10 +566,7 @@ def _watch(given: WatchdogArguments) -> int:
     found = check_disks(
         watches, given.run, Path(f"{given.outlets.main_log}.disk.json"), days_left=given.days_left
     )
-    delivery = deliver(
-        found.alerts, given.outlets, watched=found.watched, pulses=found.pulses, runs=given.run
-    )
-    return delivery.report(found.troubles, alert=bool(found.alerts))
+    return found.deliver(given.outlets, given.run)
 
 
 if __name__ == "__main__":

@@ -69,26 +69,33 @@ EXIT_CODES = {
 
 
 @dataclass(frozen=True)
-class ArrayTask:
-    """What one array task runs, and its limits."""
+class ArrayTaskOptions:
+    """What an array task may do. The command line has these options."""
 
     save: Path
     """The run's --save folder."""
     main_log: Path
-    """Log that all launches append to."""
+    """The run's log. All array tasks append to it."""
+    kill_switch: Path | None = None
+    """The file of --kill-switch-path. Nothing starts while it exists."""
+    max_failed_starts: int = 3
+    """Starts in a row that train nothing, after which the array ends."""
+    max_restarts: int = 5
+    """Restarts in the same job within --restart-hours. After that, a crash requeues the array task.
+    0: each crash requeues it."""
+    restart_hours: float = 6.0
+    """Length of the time in which restarts are counted, in hours."""
+    train_nodes: int | None = None
+    """Nodes that the training needs. The other nodes of the job (sbatch --nodes) are spares. None:
+    all nodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayTask(ArrayTaskOptions):
+    """What one array task runs, and its limits."""
+
     command: tuple[str, ...]
     """Path of pretrain_gpt.py and its arguments, or `-m megatron.commands.pretrain` and them."""
-    kill_switch: Path | None
-    """File that stops the run while it exists. None: there is no kill switch."""
-    max_failed_starts: int
-    """Number of failed starts in a row that ends the array."""
-    max_restarts: int
-    """Number of restarts in the same allocation within `restart_hours`. After more crashes, or with
-    0, the array task is requeued."""
-    restart_hours: float
-    """Length of the time in which restarts are counted, in hours."""
-    train_nodes: int | None
-    """Number of nodes that the training needs. The other nodes of the job are spares. None: all."""
     nodes: NodeLimits | None
     """What each node must achieve in the check before training. None: nodes are not checked."""
     srun: tuple[str, ...]
