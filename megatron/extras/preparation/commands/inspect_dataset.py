@@ -138,11 +138,6 @@ def format_conversations(
     return "\n".join([*lines, *(f"{name:20} {value}" for name, value in rows.items())])
 
 
-def to_json(report: ConversationReport) -> dict[str, Any]:
-    """Return a report as JSON values."""
-    return asdict(report)
-
-
 def _list_shown(
     report: ConversationReport, tokenizer: Tokenizer | None, form: str
 ) -> Iterator[str]:
@@ -223,7 +218,7 @@ def _inspect_conversations(
     for prefix in prefixes:
         found = inspect_conversations(prefix, given.show, given.seq_length, tokenizer)
         if given.json:
-            print_line(json.dumps(to_json(found), indent=1))
+            print_line(json.dumps(asdict(found), indent=1))
         elif sys.stdout.isatty():
             # `print_line` would remove the colours. All foreign text was made plain.
             print(format_conversations(found, tokenizer, colour=True), flush=True)
