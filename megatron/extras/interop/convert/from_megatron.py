@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron and GPT-NeoX, for `foreign_import`."""
+"""Checkpoints of Megatron and GPT-NeoX, for `convert_checkpoint`."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checkpoints of nanoGPT, llm-baselines and fms-fsdp, for `foreign_import`.
+"""Checkpoints of nanoGPT, llm-baselines and fms-fsdp, for `convert_checkpoint`.
 
 The settings of the run are written as a command line, which the tables of
 `megatron.extras.interop.translators` read as they read a user's.
