@@ -50,6 +50,7 @@ def test_second_call_resumes(data: Path) -> None:
     assert "training is complete at iteration 4" in printed
 
 
+@pytest.mark.when_changed("examples/*", "megatron/commands/*", "tests/examples/test_examples.py")
 @pytest.mark.parametrize(
     ("script", "layout"),
     [

@@ -1,6 +1,7 @@
 """A job array on a real Slurm: train/tiny/tiny.slurm is killed, interrupted and requeued.
 
-It runs on 2 nodes x 2 processes. Its losses must equal those of an uninterrupted run.
+It runs on 2 nodes x 2 processes, or x 1 in the short suite. Its losses must equal those of an
+uninterrupted run.
 """
 
 import json
@@ -29,7 +30,12 @@ SCRIPT = "train/tiny/tiny.slurm"
 BOUND_SECONDS = 240.0
 SAVED = "successfully saved checkpoint at iteration"
 TWO_RANKS = "--ntasks-per-node=1"
-"""Starts half of the script's ranks, for tests of what the array tasks do around a training."""
+"""Starts half of the script's ranks. The start of a rank takes 4 s of CPU time."""
+FOUR_RANKS = "--ntasks-per-node=2"
+RANKS = {TWO_RANKS: 2, FOUR_RANKS: 4}
+with_ranks = pytest.mark.parametrize(
+    "option", [TWO_RANKS, pytest.param(FOUR_RANKS, marks=pytest.mark.full)]
+)
 
 
 @dataclass(frozen=True)
@@ -132,57 +138,62 @@ def plain_arguments(folder: Path, **variables: int) -> list[str]:
     ]
 
 
+Curve = Callable[[int, int], dict[int, tuple[float, float]]]
+
+
 @pytest.fixture(scope="module")
-def uninterrupted(
-    pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[int], dict[int, tuple[float, float]]]:
+def uninterrupted(pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> Curve:
     """Return a function that trains a number of samples uninterrupted and returns the curve."""
 
-    def run(samples: int) -> dict[int, tuple[float, float]]:
+    def run(ranks: int, samples: int) -> dict[int, tuple[float, float]]:
         folder = tmp_path_factory.mktemp("uninterrupted")
-        succeed(
-            pool.run(
-                4, pretrain, plain_arguments(folder, TRAIN_SAMPLES=samples, EXIT_INTERVAL=100_000)
-            )
-        )
+        argv = plain_arguments(folder, TRAIN_SAMPLES=samples, EXIT_INTERVAL=100_000)
+        succeed(pool.run(ranks, pretrain, argv))
         entries = read_metrics(folder / "tiny-logs" / "logs" / "metrics.jsonl")
         return {entry["iteration"]: (entry["lm_loss"], entry["grad_norm"]) for entry in entries}
 
     return run
 
 
-@pytest.mark.full
+@with_ranks
 def test_array_tasks_run_one_after_another(
-    tiny: TinyRun, uninterrupted: Callable[[int], dict[int, tuple[float, float]]]
+    tiny: TinyRun, option: str, uninterrupted: Curve
 ) -> None:
-    """Three array tasks train ten iterations each, and the fourth one is cancelled."""
-    samples = 64 + 16 * 22
-    job = tiny.submit("--array=1-4%1", TRAIN_SAMPLES=str(samples))
+    """Array tasks train ten iterations each, and the one after the last of them is cancelled."""
+    tasks = 2 if option == TWO_RANKS else 3
+    samples = 64 + 16 * (10 * tasks - 8)
+    job = tiny.submit(f"--array=1-{tasks + 1}%1", option, TRAIN_SAMPLES=str(samples))
     tiny.wait_for_end(job)
     log = tiny.main_log()
-    assert [attempt["element"] for attempt in tiny.attempts()] == ["1", "2", "3"]
+    assert [attempt["element"] for attempt in tiny.attempts()] == list("123"[:tasks])
     lines = re.findall(r"array task \d+_(\d) (starts|ended at iteration \d+)", log)
     # Each one starts after the end of the one before.
     assert lines == [
-        (str(n), word) for n in range(1, 4) for word in ("starts", f"ended at iteration {10 * n}")
+        (str(n), word)
+        for n in range(1, tasks + 1)
+        for word in ("starts", f"ended at iteration {10 * n}")
     ]
     loaded = re.findall(r"successfully loaded checkpoint from \S+ at iteration +(\d+)", log)
-    assert loaded == ["10", "20"]
-    assert "training is complete at iteration 30" in log
+    assert loaded == ["10", "20"][: tasks - 1]
+    assert f"training is complete at iteration {10 * tasks}" in log
     assert f"the pending tasks of array {job} are cancelled" in log
-    assert tiny.curve() == uninterrupted(samples)
-    assert len(tiny.curve()) == 30
+    assert tiny.curve() == uninterrupted(RANKS[option], samples)
+    assert len(tiny.curve()) == 10 * tasks
 
 
+@with_ranks
 def test_training_survives_a_killed_rank_a_lost_node_and_a_signal(
-    tiny: TinyRun, uninterrupted: Callable[[int], dict[int, tuple[float, float]]]
+    tiny: TinyRun, option: str, uninterrupted: Curve
 ) -> None:
     """The curve equals that of an uninterrupted run, and the dependent job continues it."""
     # The signal comes after iteration 15 or 20, and must not find a complete training.
     samples = 64 + 16 * 32
-    job = tiny.submit(TRAIN_SAMPLES=str(samples), EXIT_INTERVAL="100000")
+    job = tiny.submit(option, TRAIN_SAMPLES=str(samples), EXIT_INTERVAL="100000")
     after = tiny.submit(
-        f"--dependency=afterany:{job}", TRAIN_SAMPLES=str(samples), EXIT_INTERVAL="100000"
+        option,
+        f"--dependency=afterany:{job}",
+        TRAIN_SAMPLES=str(samples),
+        EXIT_INTERVAL="100000",
     )
     tiny.wait_for_line(SAVED, 1)
     os.kill(tiny.pids(job, "n2")[0], signal.SIGKILL)
@@ -208,7 +219,7 @@ def test_training_survives_a_killed_rank_a_lost_node_and_a_signal(
     assert starts == [(job, 0, False), (job, 0, True), (job, 1, False), (after, 0, False)]
     curve = tiny.curve()
     assert len(curve) == 40
-    assert curve == uninterrupted(samples)
+    assert curve == uninterrupted(RANKS[option], samples)
 
 
 @pytest.mark.full
