@@ -101,3 +101,14 @@ def test_a_measured_file_replaces_its_rows(nearest: Any) -> None:
         "tests/test_plan.py": 0.25,
         "tests/test_plan.py::test_b": 2.0,
     }
+
+
+def test_files_without_a_time_or_with_twice_the_time_are_reported(nearest: Any) -> None:
+    from report_times import compare
+
+    record = {"tests/a.py": 4.0, "tests/a.py::test_a": 2.0, "tests/b.py": 1.0, "tests/c.py": 20.0}
+    elapsed = {"tests/a.py": 13.0, "tests/b.py": 9.0, "tests/c.py": 30.0, "tests/d.py": 0.1}
+    assert compare(elapsed, record) == (
+        ["tests/d.py"],
+        ["tests/a.py: 13 s, 6 s are recorded"],
+    )

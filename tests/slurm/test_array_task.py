@@ -31,11 +31,6 @@ BOUND_SECONDS = 240.0
 SAVED = "successfully saved checkpoint at iteration"
 TWO_RANKS = "--ntasks-per-node=1"
 """Starts half of the script's ranks. The start of a rank takes 4 s of CPU time."""
-FOUR_RANKS = "--ntasks-per-node=2"
-RANKS = {TWO_RANKS: 2, FOUR_RANKS: 4}
-with_ranks = pytest.mark.parametrize(
-    "option", [TWO_RANKS, pytest.param(FOUR_RANKS, marks=pytest.mark.full)]
-)
 
 
 @dataclass(frozen=True)
@@ -155,46 +150,38 @@ def uninterrupted(pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -
     return run
 
 
-@with_ranks
-def test_array_tasks_run_one_after_another(
-    tiny: TinyRun, option: str, uninterrupted: Curve
-) -> None:
-    """Array tasks train ten iterations each, and the one after the last of them is cancelled."""
-    tasks = 2 if option == TWO_RANKS else 3
-    samples = 64 + 16 * (10 * tasks - 8)
-    job = tiny.submit(f"--array=1-{tasks + 1}%1", option, TRAIN_SAMPLES=str(samples))
+@pytest.mark.full
+def test_array_tasks_run_one_after_another(tiny: TinyRun, uninterrupted: Curve) -> None:
+    """Three array tasks train ten iterations each, and the fourth one is cancelled."""
+    samples = 64 + 16 * 22
+    job = tiny.submit("--array=1-4%1", TRAIN_SAMPLES=str(samples))
     tiny.wait_for_end(job)
     log = tiny.main_log()
-    assert [attempt["element"] for attempt in tiny.attempts()] == list("123"[:tasks])
+    assert [attempt["element"] for attempt in tiny.attempts()] == ["1", "2", "3"]
     lines = re.findall(r"array task \d+_(\d) (starts|ended at iteration \d+)", log)
     # Each one starts after the end of the one before.
     assert lines == [
-        (str(n), word)
-        for n in range(1, tasks + 1)
-        for word in ("starts", f"ended at iteration {10 * n}")
+        (str(n), word) for n in range(1, 4) for word in ("starts", f"ended at iteration {10 * n}")
     ]
     loaded = re.findall(r"successfully loaded checkpoint from \S+ at iteration +(\d+)", log)
-    assert loaded == ["10", "20"][: tasks - 1]
-    assert f"training is complete at iteration {10 * tasks}" in log
+    assert loaded == ["10", "20"]
+    assert "training is complete at iteration 30" in log
     assert f"the pending tasks of array {job} are cancelled" in log
-    assert tiny.curve() == uninterrupted(RANKS[option], samples)
-    assert len(tiny.curve()) == 10 * tasks
+    assert tiny.curve() == uninterrupted(4, samples)
+    assert len(tiny.curve()) == 30
 
 
-@with_ranks
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_training_survives_a_killed_rank_a_lost_node_and_a_signal(
-    tiny: TinyRun, option: str, uninterrupted: Curve
+    ranks: int, tiny: TinyRun, uninterrupted: Curve
 ) -> None:
     """The curve equals that of an uninterrupted run, and the dependent job continues it."""
     # The signal comes after iteration 15 or 20, and must not find a complete training.
     samples = 64 + 16 * 32
-    job = tiny.submit(option, TRAIN_SAMPLES=str(samples), EXIT_INTERVAL="100000")
-    after = tiny.submit(
-        option,
-        f"--dependency=afterany:{job}",
-        TRAIN_SAMPLES=str(samples),
-        EXIT_INTERVAL="100000",
-    )
+    variables = {"TRAIN_SAMPLES": str(samples), "EXIT_INTERVAL": "100000"}
+    tasks = f"--ntasks-per-node={ranks // 2}"
+    job = tiny.submit(tasks, **variables)
+    after = tiny.submit(tasks, f"--dependency=afterany:{job}", **variables)
     tiny.wait_for_line(SAVED, 1)
     os.kill(tiny.pids(job, "n2")[0], signal.SIGKILL)
     tiny.wait_for_line(f"array task {job} starts the training again, restart 1 of 5 within 6 h")
@@ -219,7 +206,7 @@ def test_training_survives_a_killed_rank_a_lost_node_and_a_signal(
     assert starts == [(job, 0, False), (job, 0, True), (job, 1, False), (after, 0, False)]
     curve = tiny.curve()
     assert len(curve) == 40
-    assert curve == uninterrupted(RANKS[option], samples)
+    assert curve == uninterrupted(ranks, samples)
 
 
 @pytest.mark.full
@@ -262,17 +249,22 @@ def test_error_that_needs_a_person_ends_the_array(tiny: TinyRun) -> None:
     assert len(tiny.attempts()) == 1
 
 
-def test_kill_switch_ends_the_array(tiny: TinyRun) -> None:
+def test_next_array_task_resumes_and_kill_switch_ends_the_array(tiny: TinyRun) -> None:
     job = tiny.submit("--array=1-9%1", TWO_RANKS, TRAIN_SAMPLES="6400", EXIT_INTERVAL="100000")
     tiny.wait_for_line(SAVED, 1)
+    tiny.cluster.run("scancel", "--signal=USR1", f"{job}_1")
+    tiny.wait_for_line("successfully loaded checkpoint")
+    loaded = re.findall(r"successfully loaded .* at iteration +(\d+)", tiny.main_log())
+    assert f"array task {job}_1 ended at iteration {loaded[0]}: left in order" in tiny.main_log()
     (tiny.folder / "kill-switch").touch()
     tiny.wait_for_end(job)
     assert "Detected kill switch" in tiny.main_log()
-    assert len(tiny.attempts()) == 1
+    assert [attempt["element"] for attempt in tiny.attempts()] == ["1", "2"]
+    assert sorted(tiny.curve()) == list(range(1, max(tiny.curve()) + 1))
     again = tiny.submit("--array=1-9%1", TWO_RANKS)
     tiny.wait_for_end(again)
     assert "nothing starts until it is removed" in tiny.main_log()
-    assert len(tiny.attempts()) == 2
+    assert len(tiny.attempts()) == 3
 
 
 @pytest.mark.full
