@@ -20,6 +20,8 @@ import psutil
 import pytest
 from process_pool import ProcessPool, pretrain, succeed
 from slurm.cluster import Cluster
+from slurm.stand_in import StandIn
+from suites import is_short
 
 from megatron.extras.interop.translators.launch_script import read_launch_script
 from megatron.extras.operations.slurm.attempts import FILE
@@ -35,7 +37,7 @@ TWO_RANKS = "--ntasks-per-node=1"
 
 @dataclass(frozen=True)
 class TinyRun:
-    cluster: Cluster
+    cluster: Cluster | StandIn
     folder: Path
 
     @property
@@ -117,6 +119,17 @@ def tiny(cluster: Cluster, tmp_path: Path) -> Iterator[TinyRun]:
         node, state = line.split()
         if state.startswith(("down", "drain")):
             cluster.run("scontrol", "update", f"nodename={node}", "state=resume")
+
+
+@pytest.fixture
+def steps(request: pytest.FixtureRequest, tmp_path: Path) -> TinyRun:
+    """Return a run on scripts in place of Slurm, or on a real one in the long suite."""
+    if not is_short():
+        run: TinyRun = request.getfixturevalue("tiny")
+        return run
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    return TinyRun(StandIn(folder), tmp_path)
 
 
 def plain_arguments(folder: Path, **variables: int) -> list[str]:
@@ -229,30 +242,32 @@ def test_bad_node_is_excluded(tiny: TinyRun) -> None:
     assert len(tiny.curve()) == 18
 
 
-def test_loop_of_crashes_ends_the_array(tiny: TinyRun) -> None:
+def test_loop_of_crashes_ends_the_array(steps: TinyRun) -> None:
     """After three starts that saved nothing, the other array tasks are cancelled."""
-    job = tiny.submit("--array=1-9%1", ELEMENT_ARGS="--srun=--export=ALL,PYTHONHOME=/nowhere")
-    tiny.wait_for_end(job)
-    log = tiny.main_log()
+    job = steps.submit("--array=1-9%1", ELEMENT_ARGS="--srun=--export=ALL,PYTHONHOME=/nowhere")
+    steps.wait_for_end(job)
+    log = steps.main_log()
     assert "ALERT" in log
     assert "3 starts in a row saved nothing after iteration 0" in log
-    assert len(tiny.attempts()) == 4
+    assert len(steps.attempts()) == 4
     assert f"the pending tasks of array {job} are cancelled: crash loop" in log
-    assert not (tiny.folder / "tiny-logs" / "logs" / "metrics.jsonl").exists()
+    assert not (steps.folder / "tiny-logs" / "logs" / "metrics.jsonl").exists()
 
 
-def test_error_that_needs_a_person_ends_the_array(tiny: TinyRun) -> None:
-    job = tiny.submit("--array=1-9%1", TWO_RANKS, MICRO_BATCH_SIZE="7")
-    tiny.wait_for_end(job)
-    assert "ALERT" in tiny.main_log()
-    assert "an error that a person must fix: ConfigError" in tiny.main_log()
-    assert len(tiny.attempts()) == 1
+def test_error_that_needs_a_person_ends_the_array(steps: TinyRun) -> None:
+    job = steps.submit("--array=1-9%1", TWO_RANKS, MICRO_BATCH_SIZE="7")
+    steps.wait_for_end(job)
+    assert "ALERT" in steps.main_log()
+    assert "an error that a person must fix: ConfigError" in steps.main_log()
+    assert len(steps.attempts()) == 1
 
 
 def test_next_array_task_resumes_and_kill_switch_ends_the_array(tiny: TinyRun) -> None:
     job = tiny.submit("--array=1-9%1", TWO_RANKS, TRAIN_SAMPLES="6400", EXIT_INTERVAL="100000")
     tiny.wait_for_line(SAVED, 1)
-    tiny.cluster.run("scancel", "--signal=USR1", f"{job}_1")
+    # With the number of an array task, scancel --signal fails.
+    number = tiny.cluster.run("squeue", "--noheader", "--format=%A", "--job", f"{job}_1").strip()
+    tiny.cluster.run("scancel", "--signal=USR1", number)
     tiny.wait_for_line("successfully loaded checkpoint")
     loaded = re.findall(r"successfully loaded .* at iteration +(\d+)", tiny.main_log())
     assert f"array task {job}_1 ended at iteration {loaded[0]}: left in order" in tiny.main_log()
@@ -381,22 +396,24 @@ def test_job_without_a_signal_knows_that_it_was_cancelled(tiny: TinyRun) -> None
     assert "ending: False True" in output.read_text()
 
 
-def test_node_check_that_all_nodes_fail_excludes_none(tiny: TinyRun) -> None:
-    job = tiny.submit(
-        "--array=1-3%1", ELEMENT_ARGS=f"--check-nodes --disk {tiny.folder}/nowhere --memory-gib 0.1"
+def test_node_check_that_all_nodes_fail_excludes_none(steps: TinyRun) -> None:
+    job = steps.submit(
+        "--array=1-3%1",
+        TWO_RANKS,
+        ELEMENT_ARGS=f"--check-nodes --disk {steps.folder}/nowhere --memory-gib 0.1",
     )
-    tiny.wait_for_end(job)
-    assert "ALERT: the node check failed on 2 of 2 nodes" in tiny.main_log()
-    assert "is not used any more" not in tiny.main_log()
-    assert len(tiny.attempts()) == 1
+    steps.wait_for_end(job)
+    assert "ALERT: the node check failed on 2 of 2 nodes" in steps.main_log()
+    assert "is not used any more" not in steps.main_log()
+    assert len(steps.attempts()) == 1
 
 
-def test_unusable_save_folder_ends_the_array(tiny: TinyRun) -> None:
-    tiny.checkpoints.write_text("a file")
-    job = tiny.submit("--array=1-3%1")
-    tiny.wait_for_end(job)
-    assert re.search(rf"ALERT: array task {job}_1 cannot run: .*checkpoints", tiny.main_log())
-    assert tiny.main_log().count("ALERT") == 1
+def test_unusable_save_folder_ends_the_array(steps: TinyRun) -> None:
+    steps.checkpoints.write_text("a file")
+    job = steps.submit("--array=1-3%1")
+    steps.wait_for_end(job)
+    assert re.search(rf"ALERT: array task {job}_1 cannot run: .*checkpoints", steps.main_log())
+    assert steps.main_log().count("ALERT") == 1
 
 
 @pytest.mark.full
