@@ -10,13 +10,12 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from nearest_tests import list_changed
-from suites import is_short, note_suite
+from suites import find_unchanged, is_short, note_suite
 
 if TYPE_CHECKING:
     from concurrent.futures import ProcessPoolExecutor
@@ -103,12 +102,7 @@ def leave_out_unchanged(config: pytest.Config, items: list[pytest.Item]) -> None
             break
     else:
         return
-    unchanged = [
-        item
-        for item in items
-        if (mark := item.get_closest_marker("when_changed")) is not None
-        and not any(fnmatch(name, pattern) for name in changed for pattern in mark.args)
-    ]
+    unchanged = find_unchanged(items, changed)
     if unchanged:
         config.hook.pytest_deselected(items=unchanged)
         left_out = set(unchanged)

@@ -1,6 +1,8 @@
-"""What the short suite does otherwise than the complete one: its comparisons train fewer steps."""
+"""What makes the short suite short, besides the tests that are marked `full`."""
 
 import os
+from collections.abc import Sequence
+from fnmatch import fnmatch
 from typing import TypeVar
 
 import pytest
@@ -23,3 +25,13 @@ def by_suite(short: _Value, full: _Value) -> _Value:
 def is_short() -> bool:
     """Return whether the short suite runs, and not single tests or the complete suite."""
     return os.environ.get(_VARIABLE) == "short"
+
+
+def find_unchanged(items: Sequence[pytest.Item], changed: Sequence[str]) -> list[pytest.Item]:
+    """Return the tests that are marked `when_changed`, and none of whose files is in a list."""
+    return [
+        item
+        for item in items
+        if (mark := item.get_closest_marker("when_changed")) is not None
+        and not any(fnmatch(name, pattern) for name in changed for pattern in mark.args)
+    ]

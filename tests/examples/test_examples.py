@@ -9,6 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+pytestmark = pytest.mark.when_changed(
+    "examples/*", "megatron/commands/*", "tests/examples/test_examples.py"
+)
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -50,7 +54,6 @@ def test_second_call_resumes(data: Path) -> None:
     assert "training is complete at iteration 4" in printed
 
 
-@pytest.mark.when_changed("examples/*", "megatron/commands/*", "tests/examples/test_examples.py")
 @pytest.mark.parametrize(
     ("script", "layout"),
     [
