@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from nearest_tests import list_changed
 from suites import find_unchanged, is_short, note_suite
 
 if TYPE_CHECKING:
@@ -96,6 +95,8 @@ def leave_out_unchanged(config: pytest.Config, items: list[pytest.Item]) -> None
     A change is what differs from the main branch of the server, if there is one, or from the local
     one. Nothing is left out if git does not know them.
     """
+    from nearest_tests import list_changed
+
     for base in ("origin/main", "main"):
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
             changed = [str(file) for file in list_changed(base)]
