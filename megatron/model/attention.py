@@ -156,8 +156,8 @@ class SelfAttention(nn.Module):
             self.groups = 1
             self.heads_per_group = split_evenly(config.num_attention_heads, tp)
             self.qkv = SharedGroupsLinear(specs, "qkv", tp)
-        self.q_norm = build_query_key_norm(config, config.num_attention_heads, shape.head_dim, tp)
-        self.k_norm = build_query_key_norm(config, shape.query_groups, shape.head_dim, tp)
+        self.q_norm = build_query_key_norm(config, specs.get("q_norm.weight"), tp)
+        self.k_norm = build_query_key_norm(config, specs.get("k_norm.weight"), tp)
         self.out = RowParallelLinear(specs, "out", tp)
         self.dropout = dropout
         self.recompute_core = False
