@@ -104,7 +104,12 @@ class NativeEngine(EngineBase):
                     parameter,
                     nn.Parameter(local, requires_grad=False),
                     self._plan.config.optimizer.weight_decay_on_embeddings,
-                    compute_scaling(spec.get_global_name(name), spec, self._plan.shape),
+                    compute_scaling(
+                        spec.get_global_name(name),
+                        spec,
+                        self._plan.shape,
+                        self._plan.config.optimizer,
+                    ),
                 )
             )
         return masters

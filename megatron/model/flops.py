@@ -26,7 +26,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from megatron.config.model import MLPKind
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.optimizer import OPTIMIZERS, OptimizerConfig
 from megatron.model.layer_parts import (
     ATTENTIONS,
     get_activation,
@@ -348,18 +348,16 @@ MOMENT_BYTES = {"fp32": 4, "bf16": 2}
 def count_state_bytes(config: OptimizerConfig, parameters: int, layer_matrices: int) -> int:
     """Return the bytes of an optimizer's states.
 
-    Adam has two moments for each parameter. AdEMAMix has a third one in fp32. Muon has the first
-    one for the matrices of the layers and Adam's for the rest.
-
     Args:
         config: The optimizer and the precision of its moments.
         parameters: Number of parameters.
         layer_matrices: How many of them are in the matrices of the layers.
     """
-    second = MOMENT_BYTES[config.exp_avg_sq_dtype]
-    both = (MOMENT_BYTES[config.exp_avg_dtype] + second) * parameters
-    return {
-        "adam": both,
-        "ademamix": both + 4 * parameters,
-        "muon": both - second * layer_matrices,
-    }[config.optimizer]
+    row = OPTIMIZERS.require(config.optimizer)
+    own = layer_matrices if row.layer_matrices_only else parameters
+    others = OPTIMIZERS.require("adam").states
+    return sum(
+        number * MOMENT_BYTES[state.get_dtype(config)]
+        for number, states in ((own, row.states), (parameters - own, others))
+        for state in states
+    )

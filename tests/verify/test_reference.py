@@ -7,11 +7,11 @@ import pytest
 import torch
 from verify.mutation import ITERATIONS, MODEL
 
+from megatron.base import exit_codes
 from megatron.base.errors import ConfigError
-from megatron.commands.verify import VerifyArguments, resolve_command
-from megatron.config.optimizer import OptimizerConfig
-from megatron.extras.planner.verify.comparison import get_decays
-from megatron.extras.planner.verify.reference_optimizer import ReferenceOptimizer
+from megatron.commands.verify import VerifyArguments, main, resolve_command
+from megatron.config.table import Absent
+from megatron.extras.planner.verify.reference_optimizer import FORMULAS
 from megatron.extras.planner.verify.reference_parameters import compute_initial_weight, find_row
 from megatron.model.gpt import GPT
 from megatron.model.init import initialise
@@ -67,10 +67,11 @@ def test_large_matrices_are_drawn_in_the_blocks_of_the_run(rows: int, shape: Mod
     assert torch.allclose(compute_initial_weight(name, size, shape, 7), expected, rtol=1e-6)
 
 
-def test_an_unknown_optimizer_is_not_taken_for_another_one(shape: ModelShape) -> None:
-    unknown = replace(OptimizerConfig(), optimizer=cast(Any, "sgd"))
-    parameters = {"head.norm.weight": torch.nn.Parameter(torch.ones(4))}
-    with pytest.raises(AssertionError, match="sgd"):
-        ReferenceOptimizer(parameters, unknown, shape)
-    with pytest.raises(AssertionError, match="sgd"):
-        get_decays(unknown)
+def test_an_optimizer_without_a_formula_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reason = "cannot be verified: the reference has no formula of it"
+    monkeypatch.setitem(cast(dict[str, Any], FORMULAS.rows), "muon", Absent(reason))
+    command = f"--world-size 1 -- {MODEL} {ITERATIONS} --optimizer"
+    assert main([*command.split(), "muon"]) == exit_codes.USER_ERROR
+    assert f"--optimizer muon {reason}" in capsys.readouterr().err

@@ -13,6 +13,7 @@ The defaults, and what may be combined, follow Megatron-LM and Megatron-DeepSpee
 
 from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields
+from megatron.config.optimizer import OPTIMIZERS
 from megatron.config.profiling import find_requesting_field
 from megatron.model.layer_parts import ACTIVATIONS, NORMS
 from megatron.plan.rules import (
@@ -194,8 +195,11 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     ),
     if_given(training.warn_decay_of_missing_warmup, "optimizer.lr_decay_style"),
     no_effect_unless("model.parametrization", ("mup", "completep"), *_list_fields("model.base_")),
-    no_effect_unless("optimizer.optimizer", ("ademamix",), *_list_fields("optimizer.ademamix_")),
-    no_effect_unless("optimizer.optimizer", ("muon",), *_list_fields("optimizer.muon_")),
+    *(
+        no_effect_unless("optimizer.optimizer", (name,), *_list_fields(f"optimizer.{row.flags}"))
+        for name, row in OPTIMIZERS.list_rows()
+        if row.flags
+    ),
     no_effect_without("precision.fp16", "", *_LOSS_SCALE),
     # Without a folder, another rule reports this flag.
     no_effect(

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from megatron.extras.planner.cost.experts import count_rows
 from megatron.extras.planner.cost.layout import RankLayout, Software
+from megatron.extras.planner.cost.parameters import count_rows
 from megatron.model.layer_parts import NORMS, get_activation
 from megatron.model.shape import ModelShape
 
