@@ -1,6 +1,6 @@
-"""The help that is printed, and the flags of other trainers, which equal a golden file.
+"""The command line and its help equal the golden files, so a diff shows when they change.
 
-After an intended change of those flags, write the file again:
+After an intended change, write the files again:
 
     UPDATE_GOLDEN=1 python -m pytest tests/config/test_command_line_golden.py
 """
@@ -47,6 +47,7 @@ def test_flags_of_other_trainers_equal_the_golden_file():
 
 
 def test_the_help_of_each_flag_has_its_values_and_its_default():
+    """So a diff of help.txt shows each change of a flag."""
     for field in all_fields().values():
         values, _, default = format_help_line(field)
         assert bool(values) != field.is_bool, field.flag
@@ -54,9 +55,10 @@ def test_the_help_of_each_flag_has_its_values_and_its_default():
             assert default, field.flag
 
 
-def test_the_printed_help_has_each_flag_below_its_group(help_text: str):
-    """The texts are those of docs/flags.md, whose diff shows a change."""
+def test_help_equals_the_golden_file(help_text: str):
+    """The printed help has each text of the golden file after its flag, below its group's title."""
     printed = remove_layout(help_text)
+    lines = [DESCRIPTION, ""]
     group = ""
     position = printed.index(remove_layout(DESCRIPTION))
     for field in all_fields().values():
@@ -67,8 +69,11 @@ def test_the_printed_help_has_each_flag_below_its_group(help_text: str):
         entry = " ".join([shown, *filter(None, format_help_line(field))])
         if field.group != group:
             group = field.group
+            lines.append(f"{group} options")
             position = printed.index(remove_layout(f"{group} options"))
         position = printed.index(remove_layout(entry), position)
+        lines.append(f"  {entry}")
+    check_golden("help.txt", "\n".join(lines) + "\n")
     assert remove_layout("--config FILE YAML file") in printed
 
 
