@@ -14,6 +14,9 @@ NormPlacement = Literal["input", "output"]
 RopeScaling = Literal["linear", "llama3", "yarn"]
 RouterScore = Literal["softmax", "sigmoid"]
 Parametrization = Literal["standard", "mup", "completep"]
+AttentionKind = Literal["dot_product"]
+"""Kinds of attention. A layer has one of them, whichever flags it follows from."""
+MLPKind = Literal["dense", "experts"]
 DROPOUT_STEPS = 1 << 16
 """A probability of dropout is rounded to a multiple of 1 / DROPOUT_STEPS."""
 

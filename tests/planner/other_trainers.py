@@ -335,7 +335,7 @@ class OtherTimes(LayerTimes):
         """
         h = self._shape.config.hidden_size
         again = [self._make_gemm(self._k, h), self._make_gemm(h, self._q)]
-        if self._shape.config.glu_activation:
+        if self._gated:
             again.append(self._make_gemm(self._f, h))
         if self._in_float8:
             again = [_put_into_float8(each, exact=False) for each in again]
@@ -454,7 +454,7 @@ _MEASURED = Overhead(1.15, 4.5)
 
 EAGER_POINTWISE = 3.2
 """Memory traffic of pointwise operations without torch.compile, relative to fused kernels."""
-_TIMES = (OtherTimes, OtherMixtureTimes)
+_TIMES = (("dense", OtherTimes), ("experts", OtherMixtureTimes))
 OTHERS = {
     each.name: each
     for each in (

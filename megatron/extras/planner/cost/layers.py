@@ -632,3 +632,7 @@ class MixtureTimes(LayerTimes):
             * estimate_gemm_seconds(Gemm(each.m, each.n, each.k, 1, each.value), self._hardware)
             for each in products
         )
+
+
+LAYER_TIMES: Table[type[LayerTimes]] = Table("MLP", {"dense": LayerTimes, "experts": MixtureTimes})
+"""Kind of MLP -> the times of a layer with it."""

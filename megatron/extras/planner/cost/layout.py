@@ -215,9 +215,8 @@ class Software:
     """Another formula for the parts of a rank's memory (`cost.memory`). None: they are counted
     tensor by tensor, as this trainer allocates them (`cost.tensors`)."""
 
-    times: tuple[Any, Any] | None = None
-    """Other classes for the times of layers without and with experts. None: those of `cost.layers`.
-    """
+    times: tuple[tuple[str, Any], ...] = ()
+    """Kinds of MLP with other classes for the times of their layers than `cost.layers` has."""
 
     @property
     def counts_tensors(self) -> bool:
