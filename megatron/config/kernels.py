@@ -77,6 +77,13 @@ class KernelsConfig:
     table at the start gives the reason if a run has no graphs, as with a pipeline, experts or
     --reset-attention-mask. If the memory does not suffice, the log has a warning."""
 
+    late_reading: bool = True
+    """On a GPU, queue the microbatches of the next step before the host reads loss and gradient
+    norm of this one. The device then decides whether the update is applied. All numbers stay the
+    same. It is for --optimizer adam on the native engine. The table at the start gives the reason
+    if a run reads each step before its update, as with experts. It has not run on a GPU yet. Off
+    (--no-late-reading): each step is read before its update."""
+
     @property
     def names_fused_attention(self) -> bool:
         """Whether --attention-backend names a fused kernel."""

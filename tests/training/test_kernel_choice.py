@@ -92,6 +92,7 @@ def test_the_flags_of_the_page_turn_all_kernels_off() -> None:
     assert {name: getattr(chosen, name) for name in SWITCHES} == OFF
     assert chosen.attention_backend == ("auto",)
     assert chosen.cuda_graph == "off"
+    assert not chosen.late_reading
 
 
 def test_without_triton_or_a_gpu_only_flags_count() -> None:
