@@ -50,7 +50,7 @@ def test_adamw_is_given_no_empty_shard() -> None:
         0, MasterParameter("empty", ParameterSpec((2, 3), Init.NORMAL), (2, 0), empty, empty)
     )
     optimizer = AdamW(masters, OptimizerConfig(weight_decay=0.1))
-    given = [weight for group in optimizer._optimizer.param_groups for weight in group["params"]]
+    given = [weight for group in optimizer._groups for weight in group["params"]]
     assert [weight.shape for weight in given] == [(5, 3), (5,)]
     for master in masters:
         master.weight.grad = torch.ones_like(master.weight)
