@@ -12,6 +12,8 @@ import megatron.config
 from megatron.base.errors import ConfigError
 from megatron.config.fields import all_fields
 from megatron.config.table import Absent, Table
+from megatron.extras.step.kernels.gate import ACTIVATION_KERNELS
+from megatron.model.layer_parts import ACTIVATIONS
 
 PACKAGE = Path(megatron.config.__file__).parents[1]
 
@@ -30,10 +32,16 @@ def find_tables() -> dict[str, Table[Any]]:
 TABLES = find_tables()
 
 
-def find_choices(flag: str) -> set[str]:
-    """Return the values that the command line accepts after a flag."""
-    field = next(field for field in all_fields().values() if field.flag == flag)
-    return set(typing.get_args(field.annotation))
+FLAGS = {"activation": ["--activation", "--glu-activation"]}
+"""What a message calls a setting -> the flags that give its choices, if it is not one flag."""
+
+
+def find_choices(subject: str) -> set[str]:
+    """Return the values that the command line accepts after the flags of a table."""
+    flags = FLAGS.get(subject, [subject])
+    fields = [field for field in all_fields().values() if field.flag in flags]
+    assert len(fields) == len(flags)
+    return {choice for field in fields for choice in typing.get_args(field.annotation)}
 
 
 def find_mistakes(table: Table[Any], choices: set[str]) -> list[str]:
@@ -49,7 +57,7 @@ def find_mistakes(table: Table[Any], choices: set[str]) -> list[str]:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_each_choice_has_a_row_or_a_reason(name: str) -> None:
-    assert find_mistakes(TABLES[name], find_choices(TABLES[name].flag)) == []
+    assert find_mistakes(TABLES[name], find_choices(TABLES[name].subject)) == []
 
 
 def test_a_missing_row_a_wrong_name_and_an_empty_reason_are_found() -> None:
@@ -68,3 +76,8 @@ def test_an_absent_row_is_an_error_with_its_reason() -> None:
     assert table.get("full") is None
     with pytest.raises(ConfigError, match=f"--qk-norm full {reason}"):
         table.require("full")
+
+
+def test_the_plan_knows_which_activations_have_a_kernel() -> None:
+    planned = [name for name, row in ACTIVATIONS.list_rows() if row.has_kernel]
+    assert planned == [name for name, _ in ACTIVATION_KERNELS.list_rows()]

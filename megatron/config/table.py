@@ -22,18 +22,18 @@ class Absent:
     """Stands for a row that a table does not have."""
 
     reason: str
-    """Follows the flag and its value, as in "cannot be exported: ..."."""
+    """Follows the setting and its value, as in "cannot be exported: ..."."""
 
 
 @dataclass(frozen=True)
 class Table(Generic[T]):
     """The rows for the choices of one setting."""
 
-    flag: str
-    """The flag of the setting, as in --activation."""
+    subject: str
+    """What a message calls the setting: its flag, or a word if several flags give the choices."""
     rows: Mapping[str, T | Absent]
     """Choice -> its row."""
-    otherwise: Absent | None = None
+    otherwise: T | Absent | None = None
     """Stands for each choice without a row. None: each choice needs one."""
 
     def get(self, name: str) -> T | None:
@@ -45,11 +45,11 @@ class Table(Generic[T]):
         """Return the row of a choice.
 
         Raises:
-            ConfigError: it is absent. The message has the flag, the choice and the reason.
+            ConfigError: it is absent. The message has the subject, the choice and the reason.
         """
         row = self._find(name)
         if isinstance(row, Absent):
-            raise ConfigError(f"{self.flag} {name} {row.reason}")
+            raise ConfigError(f"{self.subject} {name} {row.reason}")
         return row
 
     def list_rows(self) -> Iterator[tuple[str, T]]:

@@ -35,7 +35,7 @@ from megatron.engine.replicated_gradients import add_over_tensor_ranks
 from megatron.engine.runner import build_runner
 from megatron.model.inputs import Inputs
 from megatron.model.parametrization import compute_scaling
-from megatron.parallel.layers import ParameterSpec
+from megatron.parallel.parameter_spec import ParameterSpec
 from megatron.parallel.shard import Kind, TensorShard
 from megatron.parallel.torch_private import foreach_copy_, foreach_mul_
 

@@ -22,8 +22,8 @@ from megatron.config.optimizer import OPTIMIZERS, OptimizerConfig, OptimizerRow,
 from megatron.model.fused_operators import FusedOperators
 from megatron.model.gpt import EMBEDDING, INPUT_AND_OUTPUT
 from megatron.model.parametrization import UNSCALED, Scaling
-from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.parameter_spec import ParameterSpec
 from megatron.parallel.shard import Kind
 from megatron.parallel.torch_private import (
     foreach_copy_,
@@ -62,8 +62,8 @@ class MasterParameter:
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay applies. It applies to matrices, but not to biases and norms."""
-        if len(self.spec.shape) == 1:
+        """Whether weight decay applies. The spec and, for the embedding, the settings decide."""
+        if not self.spec.decays:
             return False
         return self.decay_embeddings or not self.name.startswith(EMBEDDING)
 

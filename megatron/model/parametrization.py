@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from megatron.config.optimizer import OptimizerConfig, find_updater
 from megatron.model.shape import ModelShape
-from megatron.parallel.layers import Init, ParameterSpec
+from megatron.parallel.parameter_spec import Init, ParameterSpec
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The reference of one process: what its formulas must share with the run, and what they refuse."""
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -7,19 +8,54 @@ import torch
 from verify.mutation import ITERATIONS, MODEL
 
 from megatron.base import exit_codes
+from megatron.base.errors import ConfigError
 from megatron.commands.verify import VerifyArguments, main, resolve_command
 from megatron.config.table import Absent
-from megatron.extras.planner.verify.reference import compute_initial_weight
 from megatron.extras.planner.verify.reference_optimizer import FORMULAS
+from megatron.extras.planner.verify.reference_parameters import compute_initial_weight, find_row
+from megatron.model.gpt import GPT
 from megatron.model.init import initialise
+from megatron.model.layer_parts import ACTIVATIONS, NORMS
 from megatron.model.shape import ModelShape
-from megatron.parallel.layers import Init
+from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.parameter_spec import Init, ParameterSpec
 
 
 @pytest.fixture
 def shape() -> ModelShape:
     options = VerifyArguments(world_size=1)
     return resolve_command(options, f"{MODEL} {ITERATIONS}".split())[0].shape
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"normalization": name} for name, _ in NORMS.list_rows()),
+        *({"activation": name} for name, row in ACTIVATIONS.list_rows() if not row.gated),
+        *({"glu_activation": name} for name, row in ACTIVATIONS.list_rows() if row.gated),
+        {"qk_norm": "full", "normalization": "RMSNorm", "norm_placement": "output"},
+        {"num_experts": 4, "moe_shared_expert_intermediate_size": 8, "embed_layernorm": True},
+        {"untie_embeddings_and_output_weights": True, "moe_shared_expert_gate": True},
+    ],
+    ids=str,
+)
+def test_the_reference_knows_each_parameter(changes: dict[str, Any], shape: ModelShape) -> None:
+    """The run's specs and the rows of the reference are written apart, and say the same."""
+    config = replace(shape.config, **({"qk_norm": "head"} | changes))
+    with torch.device("meta"):
+        model = GPT(replace(shape, config=config), TensorParallel())
+    for name, parameter in model.named_parameters():
+        spec: ParameterSpec = parameter.spec  # type: ignore[attr-defined]
+        row = find_row(name)
+        drawn = {Init.NORMAL: "matrix", Init.SCALED_NORMAL: "output", Init.TABLE: "table"}
+        assert row.decays == spec.decays, name
+        assert isinstance(row.start, float) == (spec.init not in drawn), name
+        assert drawn.get(spec.init, row.start) == row.start, name
+
+
+def test_an_unknown_parameter_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"attention\.sinks cannot be verified: .* no row"):
+        find_row("blocks.0.attention.sinks")
 
 
 @pytest.mark.parametrize("rows", [96, 3072])

@@ -22,7 +22,7 @@ from megatron.extras.planner.cost.layout import (
     Software,
 )
 from megatron.extras.planner.cost.memory import BALANCED_ENDS, count_virtual_layers
-from megatron.extras.planner.cost.parameter_traffic import reduces_each_microbatch
+from megatron.extras.planner.cost.parameters import reduces_each_microbatch
 from megatron.extras.planner.cost.search import SearchSpace
 from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
 from megatron.extras.step.float8.recipe import ROWWISE, list_float8_layers
@@ -104,12 +104,7 @@ def _describe_float8(config: Config, hardware: Hardware) -> Float8 | None:
         return None
     layers = list_float8_layers(config)
     every = len(layers) == config.model.num_layers
-    return Float8(
-        layers=None if every else layers,
-        rowwise=ROWWISE[precision.fp8_recipe],
-        one_pass=True,
-        scale_kernels=1,
-    )
+    return Float8(layers=None if every else layers, rowwise=ROWWISE[precision.fp8_recipe])
 
 
 def propose_float8(config: Config) -> PrecisionConfig:

@@ -15,6 +15,7 @@ from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.fields import all_fields
 from megatron.config.optimizer import OPTIMIZERS
 from megatron.config.profiling import find_requesting_field
+from megatron.model.layer_parts import ACTIVATIONS, NORMS
 from megatron.plan.rules import (
     batch,
     curriculum,
@@ -48,6 +49,8 @@ _LOSS_SCALE = (
     *("precision.loss_scale", "precision.initial_loss_scale", "precision.min_loss_scale"),
     *("precision.loss_scale_window", "precision.hysteresis"),
 )
+
+_WITHOUT_KERNEL = [name for name, row in ACTIVATIONS.list_rows() if not row.has_kernel]
 
 
 def _list_fields(part: str) -> tuple[str, ...]:
@@ -248,8 +251,8 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         *("model.rotary_base", "model.rope_scaling", "model.no_rope_layers", "kernels.rope_fusion"),
     ),
     no_effect(
-        "without --glu-activation or --activation squared_relu",
-        lambda c: c.model.glu_activation is None and c.model.activation != "squared_relu",
+        f"with an activation that has no kernel: {', '.join(_WITHOUT_KERNEL)}",
+        lambda config: config.model.activation_name in _WITHOUT_KERNEL,
         "kernels.bias_swiglu_fusion",
     ),
     no_effect_unless("model.norm_placement", ("input",), "kernels.residual_norm_fusion"),
@@ -280,8 +283,11 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         *("model.add_qkv_bias", "model.add_attention_bias", "model.add_mlp_bias"),
     ),
     no_effect(
-        "with --normalization RMSNorm, which has no biases",
-        lambda config: config.model.normalization == "RMSNorm" and not config.model.embed_layernorm,
+        "with {model.normalization}, which has no biases",
+        lambda config: (
+            not config.model.embed_layernorm
+            and not NORMS.require(config.model.normalization).has_bias
+        ),
         "model.norm_bias",
     ),
     no_effect_without(

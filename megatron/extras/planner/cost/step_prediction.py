@@ -4,25 +4,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 from megatron.config.table import Absent, Table
-from megatron.extras.planner.cost.collectives import (
-    estimate_added_seconds,
-    estimate_collective_seconds,
-    estimate_message_seconds,
-    estimate_small_all_reduce_seconds,
-)
 from megatron.extras.planner.cost.communication import (
     Collectives,
     CommunicationTime,
     StepTraffic,
     count_traffic,
+    estimate_added_seconds,
+    estimate_collective_seconds,
+    estimate_message_seconds,
+    estimate_small_all_reduce_seconds,
     estimate_time,
-)
-from megatron.extras.planner.cost.expert_times import MixtureTimes
-from megatron.extras.planner.cost.experts import (
-    count_layer,
-    count_mixtures,
 )
 from megatron.extras.planner.cost.float8 import (
     count_step_rounding,
@@ -33,6 +27,7 @@ from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.kernels import estimate_memory_seconds
 from megatron.extras.planner.cost.layers import (
     LayerTimes,
+    MixtureTimes,
     Passes,
     Seconds,
     estimate_rounding_seconds,
@@ -48,14 +43,21 @@ from megatron.extras.planner.cost.memory import (
     estimate_memory,
     judge_peak,
 )
-from megatron.extras.planner.cost.parameter_traffic import (
+from megatron.extras.planner.cost.parameters import (
     count_gather_bytes,
     count_head_parameters,
+    count_layer,
+    count_mixtures,
     count_product_bytes,
     count_root_parameters,
     count_sum_bytes,
 )
-from megatron.extras.planner.cost.pipeline_simulation import StageTimes, estimate_pipeline_seconds
+from megatron.extras.planner.cost.pipeline_simulation import (
+    StageTimes,
+    build_trace,
+    estimate_pipeline_seconds,
+    simulate_pipeline,
+)
 from megatron.model import flops
 from megatron.model.partition import Stage, count_layers_per_rank, select_stages_of_rank
 from megatron.model.shape import ModelShape
@@ -315,6 +317,15 @@ class StepPrediction:
         one = StepPrediction(replace(self.job, batch_size=layout.micro_batch * layout.data))
         return 2 * (one.pipeline_seconds + one.data_parallel.waited)
 
+    def build_trace(self) -> dict[str, Any]:
+        """Return the trace of the step. See `pipeline_simulation.build_trace`."""
+        ends = (
+            ("data-parallel communication", self.data_parallel.waited),
+            ("optimizer", self.optimizer_seconds),
+            ("between steps", self.job.software.step_gap),
+        )
+        return build_trace(simulate_pipeline(self.schedule, self.stage_times), ends)
+
     def compute_mfu(self, *, causal: bool) -> float:
         """Return the model FLOPs relative to the peak of the precision, from 0 to 1."""
         peak = self.job.hardware.get_peak(half=self.job.software.half)
@@ -409,11 +420,9 @@ def _estimate_stages(
         gradient_bytes = count_product_bytes(layout, job.software, microbatches)
     float8 = job.software.float8
     # Otherwise the number of microbatches does not matter.
-    once = float8 is not None and (float8.weights == "step" or float8.one_pass)
     rounds = 1
-    if once:
+    if float8 is not None:
         rounds = microbatches
-    if float8 is not None and float8.one_pass:
         key = replace(key, data=min(layout.data, 2), zero_stage=layout.zero_stage)
 
     def estimate(software: Software) -> _Parts:

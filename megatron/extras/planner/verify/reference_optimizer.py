@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.table import Table
 from megatron.engine.ademamix import compute_alpha, compute_beta3
 from megatron.engine.muon import compute_scale, orthogonalise
+from megatron.extras.planner.verify.reference_parameters import find_row, get_ratios
 from megatron.model.shape import ModelShape
 
 Parameters = dict[str, nn.Parameter]
@@ -67,20 +67,19 @@ class Formula(ABC):
     def _update(self, rates: Rates) -> None:
         """Update the parameters. The steps are counted already."""
 
-    def _get_decay(self, name: str, parameter: Tensor) -> float:
-        # Biases and norms have one dimension.
+    def _get_decay(self, name: str) -> float:
         excluded = name.startswith("embedding.") and not self._config.weight_decay_on_embeddings
-        decay = self._config.weight_decay * (parameter.dim() > 1 and not excluded)
+        decay = self._config.weight_decay * (find_row(name).decays and not excluded)
         # The product of rate and decay does not depend on the width.
-        return decay / self._get_rate_factor(name, parameter)
+        return decay / self._get_rate_factor(name)
 
-    def _get_rate(self, name: str, parameter: Tensor, rates: Rates) -> float:
+    def _get_rate(self, name: str, rates: Rates) -> float:
         if rates[1] is not None and name in ("embedding.word.weight", "head.weight"):
             return rates[1]
-        return rates[0] * self._get_rate_factor(name, parameter)
+        return rates[0] * self._get_rate_factor(name)
 
-    def _get_rate_factor(self, name: str, parameter: Tensor) -> float:
-        if is_layer_matrix(name, parameter):
+    def _get_rate_factor(self, name: str) -> float:
+        if find_row(name).is_matrix_of_layer:
             return 1 / get_ratios(self._shape.config)[0]
         return 1.0
 
@@ -105,7 +104,7 @@ class AdamWFormula(Formula):
                 {
                     "params": [p],
                     "name": name,
-                    "weight_decay": self._get_decay(name, p),
+                    "weight_decay": self._get_decay(name),
                     "eps": self._get_epsilon(name),
                 }
                 for name, p in parameters.items()
@@ -116,7 +115,7 @@ class AdamWFormula(Formula):
 
     def _update(self, rates: Rates) -> None:
         for group in self._adamw.param_groups:
-            group["lr"] = self._get_rate(group["name"], group["params"][0], rates)
+            group["lr"] = self._get_rate(group["name"], rates)
         # The moments are read after the step, because torch creates them in it.
         self._adamw.step()
         for name, p in self._parameters.items():
@@ -146,7 +145,7 @@ class AdEMAMixFormula(Formula):
             # The slow average has no bias correction, as in the paper.
             root = (squares / (1 - second**self._steps)).sqrt() + self._get_epsilon(name)
             update = (fast / (1 - first**self._steps) + alpha * slow) / root
-            p.sub_(self._get_rate(name, p, rates) * (update + self._get_decay(name, p) * p))
+            p.sub_(self._get_rate(name, rates) * (update + self._get_decay(name) * p))
 
 
 class MuonFormula(Formula):
@@ -211,7 +210,7 @@ class ReferenceOptimizer:
         own = parameters
         self._formulas: list[Formula] = []
         if formula.layer_matrices_only:
-            own = {name: p for name, p in parameters.items() if is_layer_matrix(name, p)}
+            own = {n: p for n, p in parameters.items() if find_row(n).is_matrix_of_layer}
             others = {name: p for name, p in parameters.items() if name not in own}
             self._formulas.append(AdamWFormula(others, config, shape))
         self._formulas.append(formula(own, config, shape))
@@ -243,21 +242,6 @@ def get_decays(config: OptimizerConfig) -> dict[str, float]:
     if formula.layer_matrices_only:
         averages = {**AdamWFormula.averages, **averages}
     return {kind: getattr(config, setting) for kind, setting in averages.items()}
-
-
-def is_layer_matrix(name: str, parameter: Tensor) -> bool:
-    """Return whether a parameter is a matrix of a layer."""
-    return name.startswith("blocks.") and parameter.dim() == 2
-
-
-def get_ratios(model: ModelConfig) -> tuple[float, float]:
-    """Return the width and the number of layers, each divided by that of the base model."""
-    width, depth = 1.0, 1.0
-    if model.parametrization != "standard" and model.base_width:
-        width = model.hidden_size / model.base_width
-    if model.parametrization == "completep" and model.base_depth:
-        depth = model.num_layers / model.base_depth
-    return width, depth
 
 
 def _get_gradient(parameter: nn.Parameter) -> Tensor:
