@@ -16,14 +16,14 @@ from training.runs import Runner
 from megatron.base.errors import ConfigError
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.manifest import MANIFEST
-from megatron.config.kernels import AttentionBackend, KernelsConfig
+from megatron.config.kernels import SWITCHES, AttentionBackend, KernelsConfig
 from megatron.config.normalise import read_argv
 from megatron.engine.kind import EngineKind
 from megatron.extras.interop.translators.translator import load_config
 from megatron.parallel.ranks import Ranks
 from megatron.plan import kernel_choice
 from megatron.plan.graph_choice import find_shortest_recorded
-from megatron.plan.kernel_choice import CPU, SWITCHES, KernelDevice, choose_kernels
+from megatron.plan.kernel_choice import CPU, KernelDevice, choose_kernels
 from megatron.plan.resolve import resolve
 from megatron.run.start.kernel_choice import choose_run_kernels
 from megatron.run.state import TrainState
