@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
 
 from megatron.config.fields import all_fields
-from megatron.config.kernels import FUSED_ATTENTION, AttentionBackend, KernelsConfig
+from megatron.config.kernels import FUSED_ATTENTION, SWITCHES, AttentionBackend, KernelsConfig
 from megatron.config.tree import Config
 from megatron.model.layer_parts import get_activation
 from megatron.plan.graph_choice import find_default_obstacle, find_graph_obstacle
@@ -25,16 +25,6 @@ _ATTENTION_ORDERS: dict[str, tuple[AttentionBackend, ...]] = {
 """Compute capability -> order of attention kernels. All other types have PyTorch's."""
 _COMPILED = "torch.compile fuses it with its neighbours"
 _NEVER_COMPILED = ("cross_entropy_loss_fusion", "adamw_fusion")
-TRITON = (
-    "rope_fusion",
-    "bias_swiglu_fusion",
-    "residual_norm_fusion",
-    "cross_entropy_loss_fusion",
-    "adamw_fusion",
-)
-"""The settings of kernels that need Triton."""
-SWITCHES = ("gradient_accumulation_fusion", *TRITON)
-"""The settings that a choice turns on or off."""
 
 
 @dataclass(frozen=True)
