@@ -22,11 +22,6 @@ _HEAD = (
 )
 
 
-def wants_preset_list(argv: Sequence[str]) -> bool:
-    """Return whether a command line has --list-presets."""
-    return any(word.replace("_", "-") == "--list-presets" for word in argv)
-
-
 def build_preset_shape(preset: Preset) -> ModelShape:
     """Return the sizes of a preset's model. The vocabulary is padded for one rank."""
     values: dict[str, dict[str, object]] = {"model": {}, "tokenizer": {}}

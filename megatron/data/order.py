@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from megatron.data.cache import Arrays, IndexCache
 from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.index_helpers import shuffle_in_place
 from megatron.data.index_numpy import check_range
-from megatron.data.shuffle import shuffle_in_place
 
 Tree = dict[str, Any]
 SampleLocations = tuple[NDArray[np.int64], NDArray[np.int64]]

@@ -9,7 +9,7 @@ from typing import assert_never
 
 from megatron.base.errors import LayoutError, combine_errors
 from megatron.config.tree import Config
-from megatron.data.planned_phase import PlannedPhase
+from megatron.data.phases import PlannedPhase
 from megatron.model.partition import Stage
 from megatron.model.shape import ModelShape
 from megatron.parallel.grid import Grid

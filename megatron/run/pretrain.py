@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from megatron.base.errors import MegatronError
 from megatron.parallel.ranks import build_roll_call
-from megatron.run.closing import close_within_limit
 from megatron.run.evaluate import evaluate_only
 from megatron.run.exits import ignore_stop_signals
 from megatron.run.leaving import (
     close_after_error,
+    close_within_limit,
     leave_after_crash,
     leave_with_error,
 )
@@ -77,7 +77,7 @@ def pretrain(launch: Launch, closing: ExitStack | None = None) -> bool:
         ranks,
         config.parallel.distributed_timeout_minutes,
         hang_timeout=config.parallel.hang_timeout,
-        build_watchdog=parts.load_watchdog(saving),
+        load_watchdog=lambda: parts.load_watchdog(saving),
     ) as roll_call:
         check_agreement(launch, ranks)
         store = parts.build_store(select_checkpoint_config(config), ranks)

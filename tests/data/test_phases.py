@@ -12,12 +12,13 @@ from data.source_requests import open_sources
 from megatron.base.errors import ConfigError
 from megatron.config.data import DataConfig
 from megatron.data.phases import (
+    DataPhase,
+    PlannedPhase,
     check_phase_data,
     find_phase_shares,
     plan_phases,
     read_phases,
 )
-from megatron.data.planned_phase import DataPhase, PlannedPhase
 from megatron.data.source import Sources
 from megatron.schedule.batch_size import ConstantBatchSize, RampupBatchSize, parse_step_schedule
 from megatron.schedule.counter_forecast import Forecast

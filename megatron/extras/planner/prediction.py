@@ -25,8 +25,7 @@ from megatron.extras.planner.cost.parameter_traffic import reduces_each_microbat
 from megatron.extras.planner.cost.search import SearchSpace
 from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
 from megatron.extras.step.float8.recipe import ROWWISE, list_float8_layers
-from megatron.plan.graph_choice import runs_eager_passes
-from megatron.plan.kernel_choice import CPU, KernelDevice, choose_kernels
+from megatron.plan.kernel_choice import CPU, KernelDevice, choose_kernels, runs_eager_passes
 from megatron.plan.run_plan import Plan
 from megatron.tokenizer import compute_padded_vocab_size
 

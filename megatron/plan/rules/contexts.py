@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.data import TokenizerConfig
+from megatron.config.fields import ConfigWithOrigin
 from megatron.config.tree import Config
 from megatron.plan.run_plan import Plan
 from megatron.schedule.lr import LRSchedule

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megatron.base.plain_text import format_alternatives
-from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.fields import ConfigWithOrigin
 from megatron.config.layer_choice import find_expert_layers
 from megatron.plan.rules.contexts import PlanContext
 from megatron.plan.rules.finding import Finding, error, warning

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.fields import ConfigWithOrigin
 from megatron.model.shape import ModelShape
-from megatron.plan.graph_choice import find_graph_obstacle
+from megatron.plan.kernel_choice import find_graph_obstacle
 from megatron.plan.rules.contexts import PlanContext
 from megatron.plan.rules.finding import Finding, error, warning
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from megatron.base.plain_text import format_alternatives
-from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.fields import ConfigWithOrigin
 from megatron.config.parallel import STRATEGY_STAGES
 from megatron.config.recompute import OPERATORS
 from megatron.model.shape import ModelShape

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.fields import ConfigWithOrigin
 from megatron.config.layer_choice import choose_layers
 from megatron.config.model import DROPOUT_STEPS
 from megatron.model.shape import ModelShape

@@ -19,8 +19,7 @@ from megatron.config.compare import format_warnings
 from megatron.config.tree import Config
 from megatron.data.epochs import measure_training_data
 from megatron.engine.base import Engine, skip_waiting
-from megatron.engine.kind import BuildEngine, EngineKind
-from megatron.engine.native_kind import NATIVE
+from megatron.engine.kind import NATIVE, BuildEngine, EngineKind
 from megatron.observe.log_line import format_saved_checkpoint_line
 from megatron.observe.timers import Timers
 from megatron.parallel.launcher import LaunchedWorld, read_ranks_per_node
@@ -30,18 +29,16 @@ from megatron.parallel.rendezvous import choose_device
 from megatron.plan.run_plan import Plan
 from megatron.run.clock import RunClock, StepClock
 from megatron.run.exits import Exits
-from megatron.run.host_memory import require_host_memory
 from megatron.run.loop import check_invariants
 from megatron.run.parts import Exporter, Parts
 from megatron.run.report import Reporter
 from megatron.run.run import Run
 from megatron.run.start.data_files import DataFiles
-from megatron.run.start.earlier_versions import keep_earlier_choices
 from megatron.run.start.job import Job, confirm_job
 from megatron.run.start.kernel_choice import choose_run_kernels
-from megatron.run.start.launch import Launch
+from megatron.run.start.launch import Launch, require_host_memory
 from megatron.run.start.open_data import check_small_files, open_data
-from megatron.run.start.resume import record_for_resume
+from megatron.run.start.resume import keep_earlier_choices, record_for_resume
 from megatron.run.start.start_table import get_device_name, print_start
 
 _BYTES_OF_PARAMETER = 4

@@ -15,8 +15,7 @@ from megatron.data.content import digest_of_file
 from megatron.data.documents import DocumentRules
 from megatron.data.indexed import get_bin_path, get_idx_path
 from megatron.data.registry import DatasetRegistry
-from megatron.data.source import BatchSlice, Sources
-from megatron.data.source_kind import OpenIndexed, SourceKind, SourceRequest
+from megatron.data.source import BatchSlice, OpenIndexed, SourceKind, SourceRequest, Sources
 from megatron.data.tokenizer_record import check_tokenizers_of_data
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.ranks import PATIENCE_SECONDS, Ranks

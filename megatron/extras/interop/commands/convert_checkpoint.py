@@ -30,8 +30,7 @@ from megatron.base.errors import ConfigError
 from megatron.base.plain_text import print_line
 from megatron.checkpoint.folder import locate_checkpoint
 from megatron.checkpoint.load import open_checkpoint
-from megatron.console.double_dash import split_at_double_dash
-from megatron.console.parse import parse_arguments
+from megatron.console.parse import parse_arguments, split_at_double_dash
 from megatron.console.run_tool import run_tool
 from megatron.console.tokenizer_flags import TokenizerFlags
 from megatron.extras.interop.convert.export import SHARD_BYTES, ExportOptions, export_checkpoint

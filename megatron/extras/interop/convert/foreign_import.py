@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from megatron.base.code_version import get_code_version
 from megatron.checkpoint.contents import CheckpointContents
-from megatron.config.config_with_origin import LoadedConfig
+from megatron.config.fields import LoadedConfig
 from megatron.config.yaml_file import dump_yaml
 from megatron.extras.interop.convert.from_megatron import open_megatron
 from megatron.extras.interop.convert.from_trainer import open_trainer

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.base.errors import CheckpointError
-from megatron.config.config_with_origin import LoadedConfig
+from megatron.config.fields import LoadedConfig
 from megatron.config.tree import Config
 from megatron.extras.interop.convert.architectures import Architecture
 from megatron.extras.interop.convert.tensors import (

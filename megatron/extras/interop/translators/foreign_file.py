@@ -6,8 +6,7 @@ import yaml
 
 from megatron.base.errors import ConfigError
 from megatron.base.outside_file import SETTINGS_BYTES, load_text
-from megatron.config.command_line import CommandLine, Translator
-from megatron.config.normalise import read_argv
+from megatron.config.normalise import CommandLine, Translator, read_argv
 from megatron.config.yaml_file import PLAIN_TAGS, compose, is_null, read_items
 from megatron.extras.interop.translators.compat import find_rows
 from megatron.extras.interop.translators.neox_file import read_neox_files

@@ -3,9 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from megatron.config.command_line import CommandLine
 from megatron.config.fields import ValueWithOrigin
-from megatron.config.normalise import is_flag, list_known_flags, set_field
+from megatron.config.normalise import CommandLine, is_flag, list_known_flags, set_field
 from megatron.config.presets import read_preset
 from megatron.extras.interop.translators.compat import Row
 

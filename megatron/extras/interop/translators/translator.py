@@ -1,21 +1,16 @@
-"""The translator of other trainers' flags, files and defaults, and the way to load with it."""
+"""The translator of other trainers' flags, files and defaults, and the way to load with it.
+
+Each rank that trains imports this module. What only a command line of another trainer needs is
+imported when it is used.
+"""
 
 from collections.abc import Sequence
 
 from megatron.config.cli import FOREIGN_DEFAULT
 from megatron.config.cli import load_config as load_with
-from megatron.config.command_line import CommandLine, Found, Given
-from megatron.config.config_with_origin import LoadedConfig
-from megatron.config.fields import Arity, ValueWithOrigin, all_fields
-from megatron.config.normalise import read_argv
+from megatron.config.fields import Arity, LoadedConfig, ValueWithOrigin, all_fields
+from megatron.config.normalise import CommandLine, Found, Given, read_argv
 from megatron.extras.interop.translators.compat import NEOX, find_row, find_rows
-from megatron.extras.interop.translators.compat_derived import (
-    derive_values,
-    describe_dropped_defaults,
-    find_defaults,
-)
-from megatron.extras.interop.translators.deepspeed_json import merge_json
-from megatron.extras.interop.translators.foreign_file import read_foreign_files
 from megatron.extras.interop.translators.rows import read_row
 
 
@@ -45,14 +40,24 @@ class OtherTrainers:
 
     def read_files(self, paths: Sequence[str]) -> CommandLine | None:
         """Return the configuration in files of another trainer, or None for other files."""
+        from megatron.extras.interop.translators.foreign_file import read_foreign_files
+
         return read_foreign_files(paths, self)
 
     def merge_json(self, path: str, given: Given) -> Found:
         """Return what DeepSpeed's JSON sets beside `given`."""
+        from megatron.extras.interop.translators.deepspeed_json import merge_json
+
         return merge_json(path, given)
 
     def fill(self, line: CommandLine, given: Given) -> Found:
         """Return the fields that another system would set itself, the errors and the warnings."""
+        from megatron.extras.interop.translators.compat_derived import (
+            derive_values,
+            describe_dropped_defaults,
+            find_defaults,
+        )
+
         filled: dict[str, ValueWithOrigin] = {}
         typed = dict(line.typed)
         warnings: list[str] = []

@@ -39,8 +39,7 @@ import tyro
 from megatron.base import exit_codes
 from megatron.base.errors import MegatronError
 from megatron.base.plain_text import print_to_stderr
-from megatron.console.double_dash import split_at_double_dash
-from megatron.console.parse import parse_arguments
+from megatron.console.parse import parse_arguments, split_at_double_dash
 from megatron.console.standard_streams import protect_standard_streams
 from megatron.extras.operations.monitor.alerts import Alert, Outlets, deliver
 from megatron.extras.operations.slurm.array_task import run_array_task

@@ -39,7 +39,7 @@ from megatron.extras.planner.cost.trace import build_trace
 from megatron.extras.planner.prediction import can_be_predicted, predict_plan
 from megatron.extras.step.float8.recipe import MULTIPLE, fits_float8, list_float8_layers
 from megatron.plan.run_plan import Plan
-from megatron.run.host_memory import count_checkpoint_bytes
+from megatron.run.start.launch import count_checkpoint_bytes
 
 FLOAT8_ROUNDING = "float8: rounding"
 FLOAT8_SCALES = "float8: messages"

@@ -15,7 +15,7 @@ from megatron.config.compare import (
 )
 from megatron.config.optimizer import OptimizerConfig
 from megatron.data.epochs import DatasetUse, describe_epochs
-from megatron.data.planned_phase import PlannedPhase
+from megatron.data.phases import PlannedPhase
 from megatron.extras.planner.commands.plan_cost import format_assumed
 from megatron.extras.planner.commands.plan_estimates import (
     choose_final_schedule,

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from megatron.config.url import is_url
+from megatron.base.plain_text import is_url
 from megatron.extras.object_store.objects import PART
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.plan.run_plan import Plan
-from megatron.run.host_memory import count_checkpoint_bytes
+from megatron.run.start.launch import count_checkpoint_bytes
 
 _MONTH_SECONDS = 30 * 86400
 

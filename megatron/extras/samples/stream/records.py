@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.base.errors import DataError
-from megatron.config.url import redact
+from megatron.base.plain_text import redact
 from megatron.extras.samples.stream.filters import NO_COUNTS, parse_counts
 from megatron.extras.samples.stream.reader import Cursor
 from megatron.extras.samples.stream.shard_order import MixturePhase

@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from megatron.base.errors import DataError
-from megatron.base.plain_text import format_count, print_to_stderr
-from megatron.config.url import redact
+from megatron.base.plain_text import format_count, print_to_stderr, redact
 from megatron.extras.operations.hub.answers import AnswerTooLongError, make_web_options, run_limited
 from megatron.extras.samples.stream.block_cache import BlockCache
 

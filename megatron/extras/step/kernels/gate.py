@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import GLU
-from megatron.parallel.operators import make_operator
+from megatron.parallel.torch_private import make_operator
 
 
 @make_operator("apply_gate")

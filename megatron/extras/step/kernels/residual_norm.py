@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.model.norm import LayerNorm, RMSNorm
-from megatron.parallel.operators import make_operator
+from megatron.parallel.torch_private import make_operator
 
 
 @make_operator("add_and_normalise")

@@ -11,9 +11,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.parallel.rank_progress import RankProgress
-from megatron.parallel.rank_state import FILE_THREAD, RankState, find_location, locate_thread
-from megatron.parallel.time_limit import is_waiting
+from megatron.parallel.rank_progress import (
+    FILE_THREAD,
+    RankProgress,
+    RankState,
+    find_location,
+    is_waiting,
+    locate_thread,
+)
 from megatron.parallel.torch_private import read_flight_recorder
 
 _RECENT = 4

@@ -30,8 +30,7 @@ from megatron.base.errors import HungRanksError, LostRanksError
 from megatron.extras.watch.watchdog.hang_verdict import describe_states, find_odd_ranks
 from megatron.extras.watch.watchdog.own_state import Stopwatch, read_state, write_state
 from megatron.parallel.messages import OutOfStepError
-from megatron.parallel.rank_progress import RankProgress
-from megatron.parallel.rank_state import RankState
+from megatron.parallel.rank_progress import RankProgress, RankState, TimeLimit
 from megatron.parallel.roll_call import (
     CALLED,
     FINISHED,
@@ -46,7 +45,6 @@ from megatron.parallel.store_values import (
     read_call_name,
     read_text,
 )
-from megatron.parallel.time_limit import TimeLimit
 
 TICK_SECONDS = 0.25
 """Seconds between two comparisons of the phase with its limit."""
