@@ -78,7 +78,7 @@ from megatron.plan.resolve import resolve
 from megatron.plan.rules.layout import WORLD_SIZE
 from megatron.plan.rules.numbers import replace_wrong_values
 from megatron.plan.run_plan import Plan
-from megatron.schedule.counter_forecast import ForecastPoint
+from megatron.schedule.position import ForecastPoint
 
 _ASSUMED = {
     "ranks_per_node": 1,

@@ -25,9 +25,9 @@ from megatron.commands.parts import choose_parts, open_indexed
 from megatron.config.tree import Config
 from megatron.console.parse import parse_arguments, split_at_double_dash
 from megatron.console.run_tool import run_tool
+from megatron.data.batches import take_marks
 from megatron.data.build_sources import build_sources
 from megatron.data.indexed_source import IndexedSource
-from megatron.data.packing import take_marks
 from megatron.data.segments import History
 from megatron.data.source import BatchSlice, SourceRequest
 from megatron.extras.interop.translators.translator import load_config
@@ -38,7 +38,7 @@ from megatron.run.start.launch import check_plan
 from megatron.run.start.open_data import build_document_rules
 from megatron.run.start.resume import read_bare_thresholds
 from megatron.schedule.skip import find_range
-from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer.build import Tokenizer, build_tokenizer
 
 
 @dataclass(frozen=True)

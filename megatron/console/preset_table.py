@@ -7,7 +7,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.presets import Preset, list_preset_names, read_preset
 from megatron.model.flops import count_parameters
 from megatron.model.shape import ModelShape
-from megatron.tokenizer import compute_padded_vocab_size
+from megatron.tokenizer.vocabulary import compute_padded_vocab_size
 
 _HEAD = (
     "name",

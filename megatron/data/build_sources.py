@@ -13,8 +13,12 @@ from megatron.base.plain_text import print_to_stderr
 from megatron.config.data import DataConfig
 from megatron.data.building import Log
 from megatron.data.cache import WAIT_SECONDS
-from megatron.data.documents import check_documents_end
-from megatron.data.indexed_source import EvaluationSource, IndexedSource, check_vocabulary
+from megatron.data.indexed_source import (
+    EvaluationSource,
+    IndexedSource,
+    check_documents_end,
+    check_vocabulary,
+)
 from megatron.data.phases import PlannedPhase, find_phase_mixture, select_phases, use_phase
 from megatron.data.position_source import PositionSource, find_kind
 from megatron.data.registry import DatasetRegistry

@@ -20,8 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.base.errors import DataError
-from megatron.data.batches import Microbatch, compute_sample_positions, split_microbatches
-from megatron.data.packing import apply_marks, take_marks
+from megatron.data.batches import (
+    Microbatch,
+    apply_marks,
+    compute_sample_positions,
+    split_microbatches,
+    take_marks,
+)
 from megatron.data.source import BatchSlice, LeftOut
 
 Request = TypeVar("Request")

@@ -20,7 +20,7 @@ from megatron.data.indexed import IndexedDataset
 from megatron.data.phases import PlannedPhase
 from megatron.data.registry import DatasetRegistry
 from megatron.parallel.ranks import Ranks
-from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.build import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,13 +20,14 @@ _PORTS = 12_000
 
 @dataclass(frozen=True)
 class LaunchedWorld:
-    """The size of the world and this process's number on its host.
+    """The size of the world, and this process's number on its host and in the world.
 
     A process without a launcher is a world of one rank.
     """
 
     size: int
     local_rank: int
+    rank: int = 0
 
 
 def read_launcher_world(
@@ -65,7 +66,8 @@ def read_launcher_world(
             f"RANK is {rank} and WORLD_SIZE is {size}: ranks have the numbers from 0 to WORLD_SIZE "
             "- 1. Correct the launcher's options, or unset both to start one process"
         )
-    return LaunchedWorld(size, _read_number(environment, "LOCAL_RANK", local_rank_flag or 0))
+    local_rank = _read_number(environment, "LOCAL_RANK", local_rank_flag or 0)
+    return LaunchedWorld(size, local_rank, rank)
 
 
 def read_ranks_per_node(

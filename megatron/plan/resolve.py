@@ -43,7 +43,7 @@ from megatron.schedule.curriculum import FOREVER
 from megatron.schedule.lr import LRSchedule
 from megatron.schedule.position import Progress, Steps
 from megatron.schedule.skip import SkipRange, parse_ranges
-from megatron.tokenizer import (
+from megatron.tokenizer.vocabulary import (
     check_same_vocab_size,
     compute_padded_vocab_size,
     find_vocab_size,

@@ -14,10 +14,10 @@ from megatron.model.partition import Stage
 from megatron.model.shape import ModelShape
 from megatron.parallel.grid import Grid
 from megatron.schedule.batch_size import BatchSizeSchedule
-from megatron.schedule.counter_forecast import Forecast
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.lr import LRSchedule
 from megatron.schedule.pipeline_schedule import PipelineSchedule, choose_schedule
+from megatron.schedule.position import Forecast
 from megatron.schedule.skip import SkipRange
 
 

@@ -21,10 +21,9 @@ from megatron.data.phases import (
 )
 from megatron.data.source import Sources
 from megatron.schedule.batch_size import ConstantBatchSize, RampupBatchSize, parse_step_schedule
-from megatron.schedule.counter_forecast import Forecast
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.lr import LRSchedule
-from megatron.schedule.position import Progress, Steps
+from megatron.schedule.position import Forecast, Progress, Steps
 
 # 300 tokens, which give 29 samples in each epoch.
 SEQ = 10

@@ -34,13 +34,13 @@ def test_a_process_without_a_launcher_is_a_world_of_one() -> None:
 def test_variables_of_torchrun_are_read() -> None:
     assert read_launcher_world(
         None, {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
-    ) == LaunchedWorld(8, 1)
-    assert read_launcher_world(2, {"RANK": "5", "WORLD_SIZE": "8"}) == LaunchedWorld(8, 2)
+    ) == LaunchedWorld(8, 1, 5)
+    assert read_launcher_world(2, {"RANK": "5", "WORLD_SIZE": "8"}) == LaunchedWorld(8, 2, 5)
 
 
 def test_variables_of_srun_are_translated() -> None:
     environment = dict(SRUN)
-    assert read_launcher_world(None, environment) == LaunchedWorld(16, 1)
+    assert read_launcher_world(None, environment) == LaunchedWorld(16, 1, 9)
     translated = {
         name: environment[name]
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -56,7 +56,7 @@ def test_variables_of_srun_are_translated() -> None:
 
 def test_variables_that_a_script_exports_take_precedence_over_srun() -> None:
     environment = {**SRUN, "MASTER_ADDR": "iam07-ib0", "MASTER_PORT": "6000", "WORLD_SIZE": "16"}
-    assert read_launcher_world(None, environment) == LaunchedWorld(16, 1)
+    assert read_launcher_world(None, environment) == LaunchedWorld(16, 1, 9)
     assert environment["MASTER_ADDR"] == "iam07-ib0"
     assert environment["MASTER_PORT"] == "6000"
     with pytest.raises(LayoutError, match="srun started 16 tasks and WORLD_SIZE is 8"):
@@ -71,7 +71,7 @@ def test_torchrun_takes_precedence_over_srun() -> None:
         "LOCAL_RANK": "3",
         "MASTER_ADDR": "here",
     }
-    assert read_launcher_world(None, environment) == LaunchedWorld(64, 3)
+    assert read_launcher_world(None, environment) == LaunchedWorld(64, 3, 3)
     assert environment["MASTER_ADDR"] == "here"
 
 

@@ -20,7 +20,7 @@ from megatron.extras.preparation.preprocess import inspection
 from megatron.extras.preparation.preprocess.bpe_training import train_bpe
 from megatron.extras.preparation.preprocess.inspection import inspect_dataset
 from megatron.extras.preparation.preprocess.merge import merge_datasets
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.build import build_tokenizer
 
 TOKENIZER = ["--vocab-file", VOCAB, "--merge-file", MERGES]
 

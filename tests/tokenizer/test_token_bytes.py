@@ -4,8 +4,7 @@ import tokenizers
 from tiny_corpus import GPT2, texts
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron.tokenizer import build_tokenizer
-from megatron.tokenizer.build import HFTokenizer
+from megatron.tokenizer.build import HFTokenizer, build_tokenizer
 from megatron.tokenizer.vocabulary import count_token_bytes
 
 

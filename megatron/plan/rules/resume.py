@@ -11,7 +11,7 @@ from megatron.plan.rules.finding import Finding, error, warning
 from megatron.schedule.curriculum import FOREVER
 from megatron.schedule.lr import list_schedule_differences
 from megatron.schedule.skip import find_range
-from megatron.tokenizer import compute_tokenizer_digests, find_tokenizer_files
+from megatron.tokenizer.vocabulary import compute_tokenizer_digests, find_tokenizer_files
 
 _LISTED_GROUPS = ("batch", "loss", "optimizer", "precision", "data", "tokenizer", "guard")
 """Groups of settings that can change what is trained. The layout of the ranks is not among them."""

@@ -26,6 +26,7 @@ from megatron.parallel.launcher import LaunchedWorld, read_ranks_per_node
 from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.parallel.ranks import Ranks
 from megatron.parallel.rendezvous import choose_device
+from megatron.parallel.roll_call import RollCall
 from megatron.plan.run_plan import Plan
 from megatron.run.clock import RunClock, StepClock
 from megatron.run.exits import Exits
@@ -34,7 +35,7 @@ from megatron.run.parts import Exporter, Parts
 from megatron.run.report import Reporter
 from megatron.run.run import Run
 from megatron.run.start.data_files import DataFiles
-from megatron.run.start.job import Job, confirm_job
+from megatron.run.start.job import Job, confirm_job, select_checkpoint_config
 from megatron.run.start.kernel_choice import choose_run_kernels
 from megatron.run.start.launch import Launch, require_host_memory
 from megatron.run.start.open_data import check_small_files, open_data
@@ -137,7 +138,28 @@ def load_engine(
     return damaged
 
 
-def divide_ranks(plan: Plan, ranks: Ranks, world: LaunchedWorld, timers: Timers) -> Mesh:
+def open_store(launch: Launch, ranks: Ranks) -> Store:
+    """Open where the checkpoints are kept, and complete a rollback that was interrupted.
+
+    All ranks call it together. No run starts from a folder that is half rolled back.
+
+    Raises:
+        MegatronError: On every rank. The store cannot be used, or the folder not be rolled back.
+    """
+    store = launch.parts.build_store(select_checkpoint_config(launch.config), ranks)
+    store.open()
+    if launch.parts.load_guard().finish_interrupted_rollback(launch.config, ranks, ranks.log):
+        store.open()
+    return store
+
+
+def divide_ranks(
+    plan: Plan,
+    ranks: Ranks,
+    world: LaunchedWorld,
+    timers: Timers,
+    roll_call: RollCall | None = None,
+) -> Mesh:
     """Divide the ranks, which have joined, into the groups of the plan's grid.
 
     Args:
@@ -145,9 +167,10 @@ def divide_ranks(plan: Plan, ranks: Ranks, world: LaunchedWorld, timers: Timers)
         ranks: All ranks.
         world: What the launcher set.
         timers: They time the collectives.
+        roll_call: It then names the ranks by their coordinates.
     """
     parallel = plan.config.parallel
-    return build_mesh(
+    mesh = build_mesh(
         plan.grid,
         choose_device(world.local_rank),
         sequence_parallel=parallel.sequence_parallel,
@@ -160,6 +183,9 @@ def divide_ranks(plan: Plan, ranks: Ranks, world: LaunchedWorld, timers: Timers)
         control=ranks.group,
         progress=ranks.progress,
     )
+    if roll_call is not None:
+        roll_call.use_names(mesh.names)
+    return mesh
 
 
 def build_timers(world: LaunchedWorld) -> Timers:

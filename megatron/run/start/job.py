@@ -40,7 +40,7 @@ from megatron.run.start.resume import (
     read_bare_thresholds,
 )
 from megatron.run.state import TrainState
-from megatron.tokenizer import fetch_missing_tokenizer
+from megatron.tokenizer.vocabulary import fetch_missing_tokenizer
 
 _SEARCH = "looking for the checkpoint to start from"
 

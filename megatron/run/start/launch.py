@@ -8,13 +8,14 @@ command line before that. `import_training` then imports what the rank trains wi
 """
 
 import atexit
+import contextlib
 import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from megatron.base.errors import ConfigError, combine_errors
+from megatron.base.errors import ConfigError, MegatronError, combine_errors
 from megatron.base.host_limits import read_total_memory
 from megatron.base.plain_text import format_bytes, is_url
 from megatron.config.fields import ConfigWithOrigin, LoadedConfig
@@ -29,7 +30,7 @@ from megatron.plan.rules.finding import apply_rules, list_errors, refuse_errors
 from megatron.plan.rules.lists import CONFIG_RULES, NEEDED_BY_RUNS
 from megatron.plan.run_plan import Plan
 from megatron.run.parts import NO_PARTS, Parts
-from megatron.tokenizer import fetch_missing_tokenizer
+from megatron.tokenizer.vocabulary import fetch_missing_tokenizer
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Launch:
     world: LaunchedWorld
     parts: Parts = NO_PARTS
     early: Plan | None = None
-    """The plan of a run from scratch, if `check_before_torch` has resolved it."""
+    """The plan of a run from scratch, if `check_before_torch` has resolved it on this rank."""
 
     @property
     def config(self) -> Config:
@@ -69,11 +70,11 @@ def check_before_torch(launch: Launch) -> Launch:
     """Refuse a configuration with errors that no checkpoint could correct.
 
     Each rank calls this without communication. In `resolve_job`, rank 0 checks what depends on the
-    checkpoint, or on files that many ranks must not read at the same time.
+    checkpoint.
 
     Returns:
-        The launch, with the plan of a run from scratch. The plan is left out if it may depend on a
-        checkpoint, or on such files.
+        The launch, on rank 0 with the plan of a run from scratch. The plan is left out if it may
+        depend on a checkpoint, or on a download.
 
     Raises:
         ConfigError: See `Parts.find_missing` and `check_plan`, or the tokenizer cannot be
@@ -90,22 +91,39 @@ def check_before_torch(launch: Launch) -> Launch:
         # The position in the data is unknown, so only rules that do not depend on it apply.
         refuse_errors(apply_rules(CONFIG_RULES, ConfigWithOrigin(config, launch.loaded.origin)))
         return launch
-    # Many ranks must not read the tokenizer's files at the same time. Rank 0 reads them later.
-    world_size = launch.world.size
-    alone = world_size == 1
-    if alone:
-        # The plan needs the size of the vocabulary.
+    if launch.world.size == 1:
         fetch_missing_tokenizer(config.tokenizer, needs_text=config.data.needs_documents)
+        return replace(launch, early=_resolve_from_scratch(launch, read_files=True))
+    # Many ranks must not read the tokenizer's files at the same time. Rank 0 reads them alone.
+    if launch.world.rank == 0:
+        # The other ranks do not find what is wrong with a file, and would wait for this one. So
+        # `resolve_job` finds it again, after the ranks have met.
+        with contextlib.suppress(MegatronError, OSError):
+            return replace(launch, early=_resolve_from_scratch(launch, read_files=True))
+    _resolve_from_scratch(launch, read_files=False)
+    return launch
+
+
+def _resolve_from_scratch(launch: Launch, *, read_files: bool) -> Plan:
+    """Return the plan of a run from scratch.
+
+    Args:
+        launch: What this rank was started with.
+        read_files: Read the tokenizer and the data phases. Otherwise the plan has a placeholder for
+            the size of the vocabulary, and nothing can use it.
+
+    Raises:
+        ConfigError: See `check_plan`.
+    """
     plan = resolve(
-        config,
-        world_size,
+        launch.config,
+        launch.world.size,
         launch.loaded.origin,
-        vocab_size=None if alone else _UNKNOWN_VOCABULARY,
-        ranks_per_node=read_ranks_per_node(world_size),
+        vocab_size=None if read_files else _UNKNOWN_VOCABULARY,
+        ranks_per_node=read_ranks_per_node(launch.world.size),
     )
-    check_plan(plan, launch.parts, read_files=alone)
-    # Several ranks have planned with a placeholder for the vocabulary. Nothing can use that plan.
-    return replace(launch, early=plan) if alone else launch
+    check_plan(plan, launch.parts, read_files=read_files)
+    return plan
 
 
 def check_plan(plan: Plan, parts: Parts = NO_PARTS, *, read_files: bool = True) -> None:

@@ -4,6 +4,7 @@ Rank 0's configuration is the run's. A rank whose own command line, YAML file, s
 engine, code version or source files differ is named before anything is read for the run.
 """
 
+import contextlib
 import json
 import os
 from typing import NoReturn
@@ -22,10 +23,12 @@ from megatron.config.yaml_file import dump_yaml
 from megatron.engine.kind import NATIVE, EngineKind
 from megatron.parallel.messages import gather_json
 from megatron.parallel.rank_progress import FLIGHT_RECORDER_ENTRIES
-from megatron.parallel.ranks import Ranks
+from megatron.parallel.ranks import Ranks, build_roll_call
 from megatron.parallel.rendezvous import build_control_group, choose_device, start_process_group
+from megatron.parallel.roll_call import RollCall
 from megatron.plan.rules.finding import refuse_errors
 from megatron.plan.rules.numbers import check_ranges
+from megatron.run.start.job import select_checkpoint_config
 from megatron.run.start.launch import Launch
 
 
@@ -51,6 +54,23 @@ def choose_deterministic_kernels() -> None:
 
 
 _NAMED_FILES = 5
+
+
+def name_lost_ranks(
+    launch: Launch, ranks: Ranks
+) -> contextlib.AbstractContextManager[RollCall | None]:
+    """Return a context in which a rank that is lost is named, or that hangs with --hang-timeout.
+
+    Without it, the others would only report that a collective has failed. See `build_roll_call`.
+    """
+    parallel = launch.config.parallel
+    saving = select_checkpoint_config(launch.config).save_folder
+    return build_roll_call(
+        ranks,
+        parallel.distributed_timeout_minutes,
+        hang_timeout=parallel.hang_timeout,
+        load_watchdog=lambda: launch.parts.load_watchdog(saving),
+    )
 
 
 def check_agreement(launch: Launch, ranks: Ranks) -> None:

@@ -21,7 +21,8 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.ranks import PATIENCE_SECONDS, Ranks
 from megatron.plan.run_plan import Plan
 from megatron.run.state import TrainState
-from megatron.tokenizer import build_tokenizer, compute_tokenizer_digests, find_tokenizer_files
+from megatron.tokenizer.build import build_tokenizer
+from megatron.tokenizer.vocabulary import compute_tokenizer_digests, find_tokenizer_files
 
 _SAME_FILES = (
     "All ranks must read the same files. Copy the right file to that host, or mount one file "

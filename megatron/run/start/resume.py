@@ -25,7 +25,7 @@ from megatron.run.state import TrainState
 from megatron.schedule.batch_size import bare_thresholds_as_samples, step_entries
 from megatron.schedule.lr import LRSchedule
 from megatron.schedule.skip import SkipRange
-from megatron.tokenizer import compute_tokenizer_digests
+from megatron.tokenizer.vocabulary import compute_tokenizer_digests
 
 
 def read_bare_thresholds(config: Config, saved: Config) -> tuple[Config, list[str]]:

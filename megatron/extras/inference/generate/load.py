@@ -36,7 +36,7 @@ from megatron.parallel.rendezvous import build_control_group, choose_device, sta
 from megatron.parallel.shard import TensorShard
 from megatron.plan.rules.finding import list_errors
 from megatron.plan.rules.layout import check_tensor_parallel
-from megatron.tokenizer import compute_padded_vocab_size
+from megatron.tokenizer.vocabulary import compute_padded_vocab_size
 
 
 def load_model(

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from megatron.base.errors import ConfigError
 from megatron.extras.interop.convert.awkward_texts import AWKWARD
-from megatron.tokenizer import SentencePieceTokenizer
+from megatron.tokenizer.sentencepiece_model import SentencePieceTokenizer
 
 _SPACE = "\u2581"
 """What stands for a space in pieces."""

@@ -21,15 +21,16 @@ from megatron.extras.interop.convert.sentencepiece_json import (
     convert_sentencepiece,
     list_known_differences,
 )
-from megatron.tokenizer import (
+from megatron.tokenizer.build import (
     HFTokenizer,
-    SentencePieceTokenizer,
     Tokenizer,
     TransformersTokenizer,
     build_tokenizer,
+    find_tokenizer_json,
+    read_special_token,
 )
-from megatron.tokenizer.build import find_tokenizer_json, read_special_token
 from megatron.tokenizer.hub import find_tokenizer_folder
+from megatron.tokenizer.sentencepiece_model import SentencePieceTokenizer
 
 GENERATION_CONFIG = "generation_config.json"
 _SETTINGS = "tokenizer_config.json"

@@ -41,7 +41,7 @@ from megatron.extras.samples.chat.template import (
     read_special_tokens,
 )
 from megatron.run.start.orphans import die_with_parent
-from megatron.tokenizer import HFTokenizer, build_tokenizer
+from megatron.tokenizer.build import HFTokenizer, build_tokenizer
 from megatron.tokenizer.failures import TokenizerError
 
 _MEMORY = 2 << 30

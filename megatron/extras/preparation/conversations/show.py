@@ -12,7 +12,7 @@ from megatron.base.errors import ConfigError
 from megatron.base.plain_text import make_plain
 from megatron.data.indexed import IndexedDataset
 from megatron.extras.samples.chat.packed import ConversationPacking
-from megatron.tokenizer import Tokenizer, list_special_token_ids
+from megatron.tokenizer.build import Tokenizer, list_special_token_ids
 
 _COLOUR = "\x1b[32m{}\x1b[0m"
 _MARKED = "«{}»"

@@ -38,7 +38,7 @@ from megatron.extras.preparation.preprocess.encoders import (
 from megatron.extras.preparation.preprocess.shared_buffer import SharedBuffer, create_memory_file
 from megatron.extras.preparation.preprocess.texts import BadLine, extract_texts, list_text_lines
 from megatron.extras.samples.stream.special_tokens import SpecialTokenCounter
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.failures import TokenizerError
 
 # While a fast library is in use, only texts up to this length are encoded a second time.

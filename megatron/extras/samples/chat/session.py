@@ -9,7 +9,7 @@ from megatron.extras.samples.chat.template import (
     read_special_tokens,
     remove_tags,
 )
-from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.build import Tokenizer
 
 
 class ChatSession:

@@ -26,7 +26,7 @@ from megatron.extras.samples.stream.shard_order import MixturePhase, RowRange
 from megatron.extras.samples.stream.source import StreamSource
 from megatron.extras.samples.stream.special_tokens import SpecialTokenCounter
 from megatron.extras.samples.stream.streamed_dataset import Specials, StreamedDataset
-from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.build import Tokenizer
 
 
 def parse_strip_tokens(data: DataConfig) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 
 from megatron.base.plain_text import format_count
-from megatron.tokenizer import Tokenizer, list_special_token_ids
+from megatron.tokenizer.build import Tokenizer, list_special_token_ids
 
 
 class SpecialTokenCounter:
