@@ -25,9 +25,9 @@ from megatron.commands.parts import choose_parts, load_command_line
 from megatron.config.presets import wants_preset_list
 from megatron.console.preset_table import format_preset_table
 from megatron.console.standard_streams import end_without_reader, protect_standard_streams
+from megatron.parallel.launcher import die_with_launcher
 from megatron.run.leaving import leave_with_error
 from megatron.run.start.launch import Launch, check_before_torch, import_training, read_launch
-from megatron.run.start.orphans import die_with_launcher
 
 
 def main(argv: list[str] | None = None) -> None:

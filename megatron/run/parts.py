@@ -105,7 +105,7 @@ class GuardKind:
     """Builds a guard, and carries out its rollbacks while the training loop does not run."""
 
     def build(self, plan: Plan, state: TrainState, mesh: Mesh, log: Printer) -> Guard:
-        """Return the guard of a run."""
+        """Return the guard of a run with --spike-guard."""
         return Guard()
 
     def finish_interrupted_rollback(self, config: Config, ranks: Ranks, log: Printer) -> bool:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from megatron.base.errors import LayoutError
+from megatron.parallel import launcher
 from megatron.parallel.launcher import (
     LaunchedWorld,
     parse_first_host,
     read_launcher_world,
     read_ranks_per_node,
 )
-from megatron.run.start import orphans
 
 SRUN = {
     "SLURM_JOB_ID": "123456",
@@ -158,12 +158,12 @@ def test_rank_whose_launcher_has_ended_kills_itself(
     monkeypatch.setattr(ctypes, "CDLL", lambda *arguments, **options: FakeLibrary())
     monkeypatch.setattr(os, "kill", lambda *arguments: signals.append(arguments))
     monkeypatch.setattr(os, "getppid", lambda: parent)
-    monkeypatch.setattr(orphans, "Path", lambda path: tmp_path / "cmdline")
+    monkeypatch.setattr(launcher, "Path", lambda path: tmp_path / "cmdline")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    orphans.die_with_launcher()
+    launcher.die_with_launcher()
     assert asked == [], "a run that a shell started may outlive the shell"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    orphans.die_with_launcher()
+    launcher.die_with_launcher()
     assert asked == [(1, signal.SIGKILL)]
     is_orphan = parent == 1 and not is_launcher
     assert signals == ([(os.getpid(), signal.SIGKILL)] if is_orphan else [])
@@ -182,4 +182,4 @@ def test_rank_without_a_c_library_trains_without_protection(
     monkeypatch.setattr(ctypes, "CDLL", fail)
     monkeypatch.setattr(os, "getppid", lambda: 1)
     monkeypatch.setattr(os, "kill", refuse)
-    orphans.die_with_launcher()
+    launcher.die_with_launcher()

@@ -31,7 +31,7 @@ from megatron.plan.run_plan import Plan
 from megatron.run.clock import RunClock, StepClock
 from megatron.run.exits import Exits
 from megatron.run.loop import check_invariants
-from megatron.run.parts import Exporter, Parts
+from megatron.run.parts import Exporter, Guard, Parts
 from megatron.run.report import Reporter
 from megatron.run.run import Run
 from megatron.run.start.data_files import DataFiles
@@ -367,6 +367,10 @@ def build_run(
     print_start(job, mesh, engine, sources, uses, reporter, saver)
     # This comes after the comparison with the checkpoint's records, which it overwrites.
     record_for_resume(state, plan)
+    # An evaluation has no steps to judge.
+    guard = Guard()
+    if config.guard.is_on and not config.batch.eval_only:
+        guard = parts.load_guard().build(plan, state, mesh, reporter.log)
     run = Run(
         plan=plan,
         mesh=mesh,
@@ -384,7 +388,7 @@ def build_run(
         stragglers=parts.build_stragglers(plan, mesh, engine.stages, timers.blocks),
         replay=parts.build_replay(plan, mesh, engine, reporter.log),
         exporter=exporter,
-        guard=parts.load_guard().build(plan, state, mesh, reporter.log),
+        guard=guard,
         training_data=uses,
     )
     check_invariants(run)
