@@ -116,7 +116,7 @@ class InstalledParts(Parts):
 
             yield from check_trackers_are_installed(settings)
         if logging.verification is not None:
-            from megatron.extras.planner.verify.kept_report import check_report
+            from megatron.extras.planner.verify.report import check_report
 
             yield from check_report(settings)
 
@@ -235,6 +235,6 @@ class InstalledParts(Parts):
         """Keep the report of --verification with the run."""
         if plan.config.logging.verification is None:
             return {}
-        from megatron.extras.planner.verify.kept_report import keep_verification
+        from megatron.extras.planner.verify.report import keep_verification
 
         return keep_verification(plan.config, plan.world_size, log)

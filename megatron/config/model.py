@@ -189,3 +189,8 @@ class ModelConfig:
     def has_dropout(self) -> bool:
         """Whether training drops anything."""
         return max(self.hidden_dropout, self.attention_dropout) > 0
+
+    @property
+    def activation_name(self) -> Activation | GLU:
+        """The activation of the MLP, gated or not."""
+        return self.glu_activation or self.activation

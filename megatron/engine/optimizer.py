@@ -12,17 +12,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from megatron.base import apex
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.optimizer import OPTIMIZERS, OptimizerConfig, OptimizerRow, OptimizerState
 from megatron.model.gpt import EMBEDDING, INPUT_AND_OUTPUT
 from megatron.model.parametrization import UNSCALED, Scaling
-from megatron.parallel.layers import ParameterSpec
-from megatron.parallel.shard import ADAM_KINDS, Kind
+from megatron.parallel.parameter_spec import ParameterSpec
+from megatron.parallel.shard import Kind
 from megatron.parallel.torch_private import (
     foreach_copy_,
     foreach_mul_,
@@ -59,8 +59,8 @@ class MasterParameter:
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay applies. It applies to matrices, but not to biases and norms."""
-        if len(self.spec.shape) == 1:
+        """Whether weight decay applies. The spec and, for the embedding, the settings decide."""
+        if not self.spec.decays:
             return False
         return self.decay_embeddings or not self.name.startswith(EMBEDDING)
 
@@ -73,26 +73,37 @@ class MasterParameter:
 class Optimizer(ABC):
     """The rule that updates all master parameters of this rank.
 
-    The states exist from the start, so that a checkpoint can be loaded into them.
+    The states exist from the start, so that a checkpoint can be loaded into them. They are zero.
     """
 
+    row: ClassVar[OptimizerRow]
+    """Its row of `OPTIMIZERS`, which has the states."""
     description: tuple[str, str, str]
     """The row of the table printed at start. See `Engine.describe_choices`."""
     writes_copies = False
     """Whether `step` also writes the copies in 16 bits with which the model computes."""
 
-    def __init__(self, masters: list[MasterParameter]) -> None:
+    def __init__(self, masters: list[MasterParameter], config: OptimizerConfig) -> None:
         """Create an optimizer of this rank's master parameters."""
         self.masters = masters
         self.step_count = 0
+        self._config = config
+        self.states: dict[Tensor, dict[Kind, Tensor]] = {
+            master.weight: {
+                state.kind: make_moment(master.weight, state, config) for state in self.row.states
+            }
+            for master in masters
+            if self.row.updates(master.name, len(master.spec.shape))
+        }
+        """Weight of a master -> its live states."""
 
-    @abstractmethod
     def get_kinds(self, master: MasterParameter) -> tuple[Kind, ...]:
         """Return the kinds of state that a parameter has, such as Adam's two moments."""
+        return tuple(self.states[master.weight])
 
-    @abstractmethod
     def get_moment(self, master: MasterParameter, kind: Kind) -> Tensor:
         """Return a live state of a parameter, with the shape of its master."""
+        return self.states[master.weight][kind]
 
     @abstractmethod
     def step(self, lr: float, decoupled_lr: float | None = None, factor: float = 1.0) -> None:
@@ -110,9 +121,9 @@ class Optimizer(ABC):
 
     def reset(self) -> None:
         """Reset the states and the step count to zero."""
-        for master in self.masters:
-            for kind in self.get_kinds(master):
-                self.get_moment(master, kind).zero_()
+        for states in self.states.values():
+            for state in states.values():
+                state.zero_()
         self.set_step_count(0)
 
 
@@ -139,13 +150,9 @@ def compute_decay(master: MasterParameter, config: OptimizerConfig) -> float:
     return config.weight_decay * master.scaling.decay
 
 
-def make_moment(weight: Tensor, kind: Kind, config: OptimizerConfig) -> Tensor:
-    """Return a state of a parameter, filled with zeros, in the dtype of the configuration.
-
-    AdEMAMix's slow average is always fp32. A step changes it by less than bf16 can hold.
-    """
-    names = {"exp_avg_sq": config.exp_avg_sq_dtype, "exp_avg_slow": "fp32"}
-    return torch.zeros_like(weight, dtype=MOMENT_DTYPES[names.get(kind, config.exp_avg_dtype)])
+def make_moment(weight: Tensor, state: OptimizerState, config: OptimizerConfig) -> Tensor:
+    """Return a state of a parameter, filled with zeros, in the dtype of the configuration."""
+    return torch.zeros_like(weight, dtype=MOMENT_DTYPES[state.get_dtype(config)])
 
 
 @contextmanager
@@ -208,9 +215,11 @@ def scale_gradients(masters: Sequence[MasterParameter], factor: float) -> None:
 class AdamW(Optimizer):
     """Adam with decoupled weight decay on matrices only."""
 
+    row = OPTIMIZERS.require("adam")
+
     def __init__(self, masters: list[MasterParameter], config: OptimizerConfig) -> None:
         """Create the optimizer: apex's FusedAdam on a GPU if installed, otherwise torch's AdamW."""
-        super().__init__(masters)
+        super().__init__(masters, config)
         groups: list[dict[str, Any]] = [
             {
                 # A rank may have no element of a small parameter. apex's kernel skips the tensors
@@ -241,10 +250,7 @@ class AdamW(Optimizer):
             self._optimizer = _TorchAdamW(groups, config)
             self.description = ("optimizer", "torch AdamW, fused", reason)
         # The optimizer would create its state in the first step. A load needs it earlier.
-        for master in masters:
-            self._optimizer.state[master.weight] = {
-                kind: make_moment(master.weight, kind, config) for kind in ADAM_KINDS
-            }
+        self._optimizer.state.update(self.states)
         self.set_step_count(0)
 
     def set_step_count(self, count: int) -> None:
@@ -253,14 +259,6 @@ class AdamW(Optimizer):
         if self.is_apex:
             for group in self._optimizer.param_groups:
                 group["step"] = count
-
-    def get_kinds(self, master: MasterParameter) -> tuple[Kind, ...]:
-        """Return Adam's two moments. See `Optimizer.get_kinds`."""
-        return ADAM_KINDS
-
-    def get_moment(self, master: MasterParameter, kind: Kind) -> Tensor:
-        """Return the live `exp_avg` or `exp_avg_sq` of a parameter."""
-        return self._optimizer.state[master.weight][kind]
 
     def step(self, lr: float, decoupled_lr: float | None = None, factor: float = 1.0) -> None:
         """Update the weights. See `Optimizer.step`."""
@@ -320,7 +318,7 @@ class _TorchAdamW:
         config = self._config
         for group in self.param_groups:
             tensors = [
-                # The states are in the order of `ADAM_KINDS`.
+                # The states are in the order of the row: first and second moment.
                 (weight, weight.grad, *self.state[weight].values())
                 for weight in group["params"]
                 if weight.grad is not None

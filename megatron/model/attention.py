@@ -41,13 +41,13 @@ from megatron.model.shape import LayerDescription, ModelShape
 from megatron.parallel.context import Keys
 from megatron.parallel.layers import (
     ColumnParallelLinear,
-    Init,
     RowParallelLinear,
     SharedGroupsLinear,
     split_evenly,
 )
 from megatron.parallel.mesh import ContextParallel, TensorParallel
 from megatron.parallel.padding import trim_columns
+from megatron.parallel.parameter_spec import Init
 
 
 def find_largest_attention_logit(

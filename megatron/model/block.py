@@ -22,7 +22,7 @@ from megatron.model.dropout import Dropout
 from megatron.model.experts.layer import MixtureMLP
 from megatron.model.experts.routing import Routing
 from megatron.model.mlp import MLP
-from megatron.model.norm import LayerNorm, RMSNorm, build_norm
+from megatron.model.norm import Norm, build_norm
 from megatron.model.positions import Positions
 from megatron.model.recompute import Recomputation
 from megatron.model.shape import ModelShape
@@ -32,7 +32,6 @@ from megatron.parallel.mesh import ContextParallel, ExpertParallel, TensorParall
 _SITES_PER_BLOCK = 3
 
 Half = Callable[..., Any]
-Norm = LayerNorm | RMSNorm
 
 
 class Block(nn.Module):

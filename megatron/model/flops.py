@@ -20,13 +20,16 @@ of the attention core, since flash kernels always do it.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from typing import assert_never
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.optimizer import OPTIMIZERS, OptimizerConfig
+from megatron.model.layer_parts import get_activation, list_norm_parameters
 from megatron.model.shape import ModelShape
+from megatron.parallel.parameter_spec import ParameterSpec
 
 
 @dataclass(frozen=True)
@@ -49,27 +52,26 @@ def get_widths(shape: ModelShape) -> Widths:
         f=f,
         q=shape.config.num_attention_heads * shape.head_dim,
         k=shape.query_groups * shape.head_dim,
-        mlp_in=2 * f if shape.config.glu_activation else f,
+        mlp_in=_count_mlp_columns(shape, f),
     )
 
 
 # Parameters
 
 
+def _count(parameters: Mapping[str, ParameterSpec]) -> int:
+    """Return the elements of replicated parameters."""
+    return sum(math.prod(spec.shape) for spec in parameters.values())
+
+
 def count_norm_parameters(shape: ModelShape) -> int:
-    """Return the parameters of one norm: weight h, and for LayerNorm with biases a bias h."""
-    return shape.config.hidden_size * _count_norm_vectors(shape)
+    """Return the parameters of one norm over the hidden size."""
+    return _count_norm(shape, shape.config.hidden_size)
 
 
-def _count_norm_vectors(shape: ModelShape) -> int:
-    """Return the number of vectors of a norm that `--normalization` names."""
-    match shape.config.normalization:
-        case "LayerNorm":
-            return 1 + shape.config.norm_bias
-        case "RMSNorm":
-            return 1
-        case _:
-            assert_never(shape.config.normalization)
+def _count_norm(shape: ModelShape, size: int) -> int:
+    """Return the parameters of a norm over `size` channels."""
+    return _count(list_norm_parameters(shape.config, size))
 
 
 def _count_query_key_norm_parameters(shape: ModelShape, tensor_parallel_size: int) -> int:
@@ -82,19 +84,12 @@ def _count_query_key_norm_parameters(shape: ModelShape, tensor_parallel_size: in
         case None:
             return 0
         case "head":
-            return 2 * shape.head_dim * _count_norm_vectors(shape)
+            return 2 * _count_norm(shape, shape.head_dim)
         case "full":
             w = get_widths(shape)
             return (w.q + w.k) // tensor_parallel_size
         case _:
             assert_never(shape.config.qk_norm)
-
-
-def _count_activation_parameters(shape: ModelShape) -> int:
-    """Return the weights of a layer's activation function, which every tensor-parallel rank has."""
-    if shape.config.glu_activation is not None:
-        return 0
-    return {"gelu": 0, "squared_relu": 0, "xielu": 2}[shape.config.activation]
 
 
 def count_layer_matrix_parameters(shape: ModelShape, tensor_parallel_size: int = 1) -> int:
@@ -155,7 +150,7 @@ def count_layer_parameters(shape: ModelShape, tensor_parallel_size: int = 1) -> 
         + row_biases
         + 2 * count_norm_parameters(shape)
         + _count_query_key_norm_parameters(shape, t)
-        + _count_activation_parameters(shape)
+        + _count(get_activation(shape.config).parameters)
     )
 
 
@@ -169,7 +164,7 @@ def _count_mlp_parameters(shape: ModelShape, width: int) -> int:
 
 def _count_mlp_columns(shape: ModelShape, width: int) -> int:
     """Return the outputs of the first linear layer of an MLP of an inner width."""
-    return 2 * width if shape.config.glu_activation else width
+    return 2 * width if get_activation(shape.config).gated else width
 
 
 def count_expert_parameters(shape: ModelShape, expert_parallel_size: int = 1) -> int:
@@ -442,18 +437,16 @@ MOMENT_BYTES = {"fp32": 4, "bf16": 2}
 def count_state_bytes(config: OptimizerConfig, parameters: int, layer_matrices: int) -> int:
     """Return the bytes of an optimizer's states.
 
-    Adam has two moments for each parameter. AdEMAMix has a third one in fp32. Muon has the first
-    one for the matrices of the layers and Adam's for the rest.
-
     Args:
         config: The optimizer and the precision of its moments.
         parameters: Number of parameters.
         layer_matrices: How many of them are in the matrices of the layers.
     """
-    second = MOMENT_BYTES[config.exp_avg_sq_dtype]
-    both = (MOMENT_BYTES[config.exp_avg_dtype] + second) * parameters
-    return {
-        "adam": both,
-        "ademamix": both + 4 * parameters,
-        "muon": both - second * layer_matrices,
-    }[config.optimizer]
+    row = OPTIMIZERS.require(config.optimizer)
+    own = layer_matrices if row.layer_matrices_only else parameters
+    others = OPTIMIZERS.require("adam").states
+    return sum(
+        number * MOMENT_BYTES[state.get_dtype(config)]
+        for number, states in ((own, row.states), (parameters - own, others))
+        for state in states
+    )

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from megatron.model.shape import ModelShape
-from megatron.parallel.layers import Init
+from megatron.parallel.parameter_spec import Init
 
 # Elements of a block. It is large enough to amortise the seeding of a generator. A change of it
 # changes the initial weights for a given seed.

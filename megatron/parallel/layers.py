@@ -11,9 +11,7 @@ h: hidden size, s: sequence, b: micro-batch, t: tensor-parallel size. Source:
 https://arxiv.org/abs/1909.08053, section 3.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -23,115 +21,14 @@ from megatron.parallel.collectives import leave_tensor_parallel
 from megatron.parallel.entered_linear import ALONE, apply_entered_linears
 from megatron.parallel.mesh import TensorParallel
 from megatron.parallel.padding import trim_columns
+from megatron.parallel.parameter_spec import (
+    Init,
+    ParameterSpec,
+    Piece,
+    make_matrix_spec,
+    make_vector_spec,
+)
 from megatron.parallel.products import Products
-
-
-class Init(Enum):
-    """The kind of a parameter's initial values. `model/init.py` has the standard deviations."""
-
-    NORMAL = "normal"
-    TABLE = "normal, table"
-    """Normal with a standard deviation that no width changes, for a row of each token or position.
-    """
-    SCALED_NORMAL = "scaled normal"
-    """Normal with a smaller standard deviation, for matrices that write to the residual stream."""
-    ZERO = "zero"
-    ONE = "one"
-    XIELU_P = "xIELU, positive side"
-    """A constant whose softplus is 0.8."""
-    XIELU_N = "xIELU, negative side"
-    """A constant whose softplus is 0.3. xIELU adds 0.5 to it, which gives 0.8."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Neighbouring rows of a local tensor that are also neighbours in the global tensor."""
-
-    local: int
-    """First row in the tensor of this tensor-parallel rank."""
-    start: int
-    """First row in the global tensor."""
-    rows: int
-
-
-@dataclass(frozen=True)
-class ParameterSpec:
-    """The relation between a local tensor and the complete model's parameter."""
-
-    shape: tuple[int, ...]
-    """Shape of the global tensor, without vocabulary padding.
-
-    A local tensor may include padding.
-    """
-    init: Init
-    """The kind of its initial values. It has no default, so no parameter gets one by mistake."""
-    shard_dim: int | None = None
-    """The dimension that is sharded. None: every tensor-parallel rank holds all of the tensor."""
-    partial_gradient: bool = False
-    """Whether a rank's gradient covers only its slice of the sequence, or its heads or channels.
-
-    Such gradients must be added up over the tensor-parallel ranks.
-    """
-    copy_of: str | None = None
-    """The parameter on another pipeline stage that this one is a copy of.
-
-    The gradients of both must be added up. The original is counted and stored, and the copy is not.
-    """
-    rows_of: str | None = None
-    """The attribute of the same module under whose name the global tensor is stored.
-
-    This parameter has some rows of that tensor. `pieces` says which.
-    """
-    pieces: tuple[Piece, ...] | None = None
-    """Where the rows of the local tensor are in the global one.
-
-    None: the rows are all rows, or the rank's equal part of dimension `shard_dim`.
-    """
-    by_expert: bool = False
-    """Whether the expert-parallel ranks hold different rows. See `ExpertParallel`."""
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether the tensor-parallel ranks hold different parts of the tensor."""
-        return self.shard_dim is not None
-
-    def compute_offset(self, shape: Sequence[int], tensor_rank: int) -> list[int]:
-        """Return the offset of a tensor-parallel rank's tensor in the global one.
-
-        For a parameter in `pieces` it is 0, because rows count in the local tensor then.
-
-        Args:
-            shape: The shape of the local tensor.
-            tensor_rank: The tensor-parallel rank.
-        """
-        offset = [0] * len(self.shape)
-        if self.shard_dim is not None and self.pieces is None:
-            offset[self.shard_dim] = tensor_rank * shape[self.shard_dim]
-        return offset
-
-    def get_global_name(self, name: str) -> str:
-        """Return the name that a parameter `name` of a module has in the complete model."""
-        if self.rows_of is not None:
-            return f"{name.rpartition('.')[0]}.{self.rows_of}"
-        return self.copy_of or name
-
-    def locate_rows(self, first: int, rows: int) -> Iterator[Piece]:
-        """Yield the pieces of the global tensor in a range of rows, without vocabulary padding.
-
-        Args:
-            first: The first row of the range. It counts in the local tensor if there are `pieces`,
-                and otherwise in the global tensor.
-            rows: Number of rows in the range.
-
-        Yields:
-            Pieces whose `local` counts from the first row of the range.
-        """
-        pieces = self.pieces or (Piece(0, 0, self.shape[0]),)
-        for piece in pieces:
-            begin = max(first, piece.local)
-            end = min(first + rows, piece.local + piece.rows)
-            if begin < end:
-                yield Piece(begin - first, piece.start + begin - piece.local, end - begin)
 
 
 def make_parameter(local_shape: tuple[int, ...], spec: ParameterSpec) -> nn.Parameter:
@@ -141,26 +38,22 @@ def make_parameter(local_shape: tuple[int, ...], spec: ParameterSpec) -> nn.Para
     return parameter
 
 
-def make_replicated_outside_region(
-    shape: tuple[int, ...], tp: TensorParallel, init: Init
-) -> nn.Parameter:
+def make_replicated_outside_region(spec: ParameterSpec, tp: TensorParallel) -> nn.Parameter:
     """Return a parameter that all tensor-parallel ranks hold.
 
     It is for places where the sequence may be sharded: norms, learned positions, and the biases of
     `RowParallelLinear`. With sequence parallelism, its gradient is therefore partial.
     """
-    return make_parameter(shape, ParameterSpec(shape, init, partial_gradient=tp.sequence_parallel))
+    return make_parameter(spec.shape, replace(spec, partial_gradient=tp.sequence_parallel))
 
 
-def make_replicated_inside_region(
-    shape: tuple[int, ...], tp: TensorParallel, init: Init
-) -> nn.Parameter:
+def make_replicated_inside_region(spec: ParameterSpec, tp: TensorParallel) -> nn.Parameter:
     """Return a parameter that all tensor-parallel ranks hold, each for its own heads or channels.
 
     It is for places inside a tensor-parallel region. A rank's gradient covers only its own heads
     or channels, even without sequence parallelism.
     """
-    return make_parameter(shape, ParameterSpec(shape, init, partial_gradient=tp.size > 1))
+    return make_parameter(spec.shape, replace(spec, partial_gradient=tp.size > 1))
 
 
 def split_evenly(size: int, tp: TensorParallel) -> int:
@@ -197,12 +90,12 @@ class ColumnParallelLinear(nn.Module):
         """Computes the products in another number format. See `products.py`."""
         local = split_evenly(out_features, tp)
         self.weight = make_parameter(
-            (local, in_features), ParameterSpec((out_features, in_features), init, shard_dim=0)
+            (local, in_features), make_matrix_spec(out_features, in_features, init, shard_dim=0)
         )
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = make_parameter(
-                (local,), ParameterSpec((out_features,), Init.ZERO, shard_dim=0)
+                (local,), make_vector_spec(out_features, Init.ZERO, shard_dim=0)
             )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -278,6 +171,7 @@ class SharedGroupsLinear(nn.Module):
                 ParameterSpec(
                     (groups * group_rows, *columns),
                     kind,
+                    decays=bool(columns),
                     shard_dim=None if shared else 0,
                     partial_gradient=shared,
                     rows_of=rows_of,
@@ -334,11 +228,12 @@ class RowParallelLinear(nn.Module):
         """Computes the products in another number format. See `products.py`."""
         local = split_evenly(in_features, tp)
         self.weight = make_parameter(
-            (out_features, local), ParameterSpec((out_features, in_features), init, shard_dim=1)
+            (out_features, local), make_matrix_spec(out_features, in_features, init, shard_dim=1)
         )
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = make_replicated_outside_region((out_features,), tp, Init.ZERO)
+            spec = make_vector_spec(out_features, Init.ZERO)
+            self.bias = make_replicated_outside_region(spec, tp)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, in/t] to [s, b, out], or to [s/t, b, out] with sequence parallelism.
@@ -394,7 +289,7 @@ class VocabParallelEmbedding(nn.Module):
         self.rows = split_evenly(padded_vocab_size, tp)
         self.first = tp.rank * self.rows
         self.weight = make_parameter(
-            (self.rows, hidden_size), ParameterSpec((vocab_size, hidden_size), init, shard_dim=0)
+            (self.rows, hidden_size), make_matrix_spec(vocab_size, hidden_size, init, shard_dim=0)
         )
 
     def forward(self, tokens: Tensor) -> Tensor:

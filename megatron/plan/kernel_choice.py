@@ -16,6 +16,7 @@ from typing import Any, assert_never
 from megatron.config.fields import all_fields
 from megatron.config.kernels import FUSED_ATTENTION, AttentionBackend, KernelsConfig
 from megatron.config.tree import Config
+from megatron.model.layer_parts import get_activation
 from megatron.plan.run_plan import Plan
 from megatron.schedule.curriculum import Curriculum
 
@@ -182,7 +183,7 @@ def _find_obstacle(name: str, plan: Plan, device: KernelDevice) -> str | None:
     config = plan.config
     absent = {
         "rope_fusion": config.model.position_embedding_type != "rotary",
-        "bias_swiglu_fusion": not _has_fused_activation(config),
+        "bias_swiglu_fusion": not get_activation(config.model).has_kernel,
         "residual_norm_fusion": config.model.norm_placement != "input"
         or config.precision.fp32_residual_connection,
         "adamw_fusion": config.optimizer.optimizer != "adam" or config.parallel.deepspeed,
@@ -200,13 +201,6 @@ def _find_obstacle(name: str, plan: Plan, device: KernelDevice) -> str | None:
     if config.kernels.use_torch_compile and name not in _NEVER_COMPILED:
         return _COMPILED
     return None
-
-
-def _has_fused_activation(config: Config) -> bool:
-    """Return whether a kernel computes the activation of the MLP."""
-    if config.model.glu_activation is None:
-        return config.model.activation == "squared_relu"
-    return config.model.glu_activation != "clamped_swiglu"
 
 
 def _find_obstacle_of_sums(plan: Plan) -> str | None:

@@ -509,7 +509,8 @@ UNUSUAL: list[tuple[dict[str, object], str]] = [
     ),
     (
         {"bias_swiglu_fusion": True},
-        "--bias-swiglu-fusion has no effect without --glu-activation or --activation squared_relu.",
+        "--bias-swiglu-fusion has no effect with an activation that has no kernel: gelu, xielu, "
+        "clamped_swiglu.",
     ),
     (
         {"adamw_fusion": True, "optimizer": "muon"},

@@ -13,9 +13,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.extras.step.cuda_graph.graph_recorder import RecordingError
+from megatron.extras.watch.operator_mode import OperatorMode, list_tensors
 from megatron.parallel.rng import draw_mask_in_graph
 
 _READ_BY_HOST = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2")
@@ -27,7 +27,7 @@ def detach(tree: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), tree)
 
 
-class Tape(TorchDispatchMode):
+class Tape(OperatorMode):
     """Records operators."""
 
     def __init__(self) -> None:
@@ -35,9 +35,8 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run_operator(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Call an operator, and record it."""
-        kwargs = kwargs or {}
         name = func.name().split("::")[1].split(".")[0]
         before = torch.get_rng_state()
         if name in _READ_BY_HOST:
@@ -49,7 +48,7 @@ class Tape(TorchDispatchMode):
             return out
         results: list[Tensor] = []
         if not func._schema.is_mutable:
-            results = [each for each in pytree.tree_leaves(out) if isinstance(each, Tensor)]
+            results = list(list_tensors(out))
         self.calls.append((func, detach(args), detach(kwargs), detach(results)))
         return out
 
@@ -59,8 +58,7 @@ class Tape(TorchDispatchMode):
         for func, args, kwargs, results in self.calls:
             again = func(*args, **kwargs)
             if results:
-                made = [each for each in pytree.tree_leaves(again) if isinstance(each, Tensor)]
-                for old, new in zip(results, made, strict=True):
+                for old, new in zip(results, list_tensors(again), strict=True):
                     old.copy_(new)
 
 

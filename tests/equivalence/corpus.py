@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.config.optimizer import OPTIMIZERS as TABLE
 from megatron.observe.metrics import read_metrics
 
 # Heads and groups are divisible by 4. 5000 ids are padded to 5088, 5184 and 5376 rows for
@@ -46,11 +47,17 @@ DOCUMENTS = (
     f"--vocab-file {FIXTURES}/gpt2-tiny-vocab.json --merge-file {FIXTURES}/gpt2-tiny-merges.txt"
 )
 GOLDFISH = "--goldfish-loss --goldfish-k 3 --goldfish-h 2"
-OPTIMIZERS = {
-    "ademamix": "--optimizer ademamix --ademamix-beta3 0.99 --ademamix-alpha 4 "
-    "--ademamix-beta3-warmup 8 --ademamix-alpha-warmup 6",
+_OPTIMIZER_FLAGS = {
+    "ademamix": "--ademamix-beta3 0.99 --ademamix-alpha 4 --ademamix-beta3-warmup 8 "
+    "--ademamix-alpha-warmup 6",
     # With this mode, the scale differs between queries and keys.
-    "muon": "--optimizer muon --muon-scale-mode unit_rms_norm --muon-fp32-matmul-prec high",
+    "muon": "--muon-scale-mode unit_rms_norm --muon-fp32-matmul-prec high",
+}
+"""Optimizer -> its own flags, if the defaults would not show all of it in 10 iterations."""
+OPTIMIZERS = {
+    name: f"--optimizer {name} {_OPTIMIZER_FLAGS.get(name, '')}".rstrip()
+    for name, _ in TABLE.list_rows()
+    if name != "adam"
 }
 """The flags of each optimizer other than Adam."""
 Single = Callable[..., Path]

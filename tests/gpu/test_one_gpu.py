@@ -414,7 +414,8 @@ def test_products_add_to_gradients_in_fp32(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_padded_products_of_small_integers_are_exact(fused: bool) -> None:
     from megatron.parallel.entered_linear import ALONE
-    from megatron.parallel.layers import ColumnParallelLinear, Init, RowParallelLinear
+    from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.parallel.parameter_spec import Init
     from megatron.parallel.weight_gradient import number_layer
 
     generator = torch.Generator().manual_seed(1)

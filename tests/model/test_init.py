@@ -13,8 +13,8 @@ from megatron.model.gpt import GPT
 from megatron.model.init import draw_normal_slice, initialise
 from megatron.model.partition import Stage
 from megatron.model.shape import ModelShape
-from megatron.parallel.layers import Init, ParameterSpec
 from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.parameter_spec import Init, ParameterSpec
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt": {},

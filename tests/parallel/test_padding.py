@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from megatron.model.loss import VocabSlice, cross_entropy
 from megatron.parallel import padding
 from megatron.parallel.entered_linear import ALONE, apply_entered_linears
-from megatron.parallel.layers import ColumnParallelLinear, Init, RowParallelLinear, list_numbers
+from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear, list_numbers
+from megatron.parallel.parameter_spec import Init
 from megatron.parallel.weight_gradient import number_layer
 
 HIDDEN, INNER = 14, 21

@@ -47,7 +47,8 @@ def join(tensor: int, sequence_parallel: bool):
 
 def check_linears(sequence_parallel: bool) -> None:
     """Compare a column- and a row-parallel layer with two linear layers, forward and backward."""
-    from megatron.parallel.layers import ColumnParallelLinear, Init, RowParallelLinear
+    from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.parallel.parameter_spec import Init
 
     tp = join(4, sequence_parallel).tensor_parallel
     generator = torch.Generator().manual_seed(0)

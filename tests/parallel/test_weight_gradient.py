@@ -13,13 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from megatron.parallel import weight_gradient
-from megatron.parallel.layers import (
-    ColumnParallelLinear,
-    Init,
-    RowParallelLinear,
-    list_numbers,
-)
+from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear, list_numbers
 from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.parameter_spec import Init
 from megatron.parallel.weight_gradient import add_to_gradient, number_layer
 
 HALVES = [torch.bfloat16, torch.float16]

@@ -1,4 +1,4 @@
-"""Other trainers whose steps were published: what they overlap, and the formulas of their memory.
+"""Other trainers whose steps were published: what they overlap, keep in memory and round.
 
 The times are those of `cost.step_prediction`. Their memory follows the papers' formulas, since it
 is not known how they allocate.
@@ -6,12 +6,14 @@ is not known how they allocate.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron.extras.planner.commands.plan_estimates import (
     estimate_layer_activation_bytes,
     estimate_layer_input_bytes,
 )
-from megatron.extras.planner.cost.layout import TRAINER, Overhead, RankLayout, Software
+from megatron.extras.planner.cost.float8 import Linear, Rounding
+from megatron.extras.planner.cost.layout import TRAINER, Float8, Overhead, RankLayout, Software
 from megatron.extras.planner.cost.memory import ParameterMemory
 from megatron.model import flops
 from megatron.model.partition import Stage
@@ -174,6 +176,100 @@ def _estimate_buffers(
         if formula.outputs:
             size += visits * message
     return size
+
+
+_LARGEST = 2
+"""Bytes that are read for each element to find the largest value."""
+_ROUNDED = 7
+"""Bytes that are moved to round an element of bf16 without a compiler. Two kernels multiply it by
+the scale and convert it to float8."""
+_ROUNDED_AT_ONCE = 3
+"""The same in one kernel."""
+_COPIED = 2
+"""Bytes that copy an element in float8. A product needs both operands in the order of their inner
+dimension, so some are transposed."""
+
+
+@dataclass(frozen=True)
+class OtherRounding:
+    """What is rounded without the kernels of this trainer."""
+
+    fused: bool = False
+    """Whether one kernel rounds a tensor. A compiler makes such kernels."""
+    scale_kernels: int = 13
+    """Kernels on single numbers that compute a scale and its inverse."""
+    weights: Literal["pass", "step", "shard"] = "pass"
+    """When weights are rounded: for each pass of each microbatch, once a step, or before they are
+    gathered, so that a rank rounds its shard only."""
+    keeps_rounded: bool = False
+    """Whether the backward pass uses the rounded inputs of the forward pass."""
+
+    def __call__(
+        self,
+        linears: Sequence[Linear],
+        tokens: int,
+        float8: Float8,
+        microbatches: int,
+        layout: RankLayout,
+    ) -> tuple[Rounding, Rounding]:
+        forward = Rounding()
+        backward = Rounding()
+        # Ranks with sequence parallelism have slices of the tokens.
+        slices = 1
+        if float8.gathers_rounded and layout.sequence_parallel:
+            slices = layout.tensor
+        for each in linears:
+            # What is gathered is rounded in slices: inputs of column-parallel layers, and gradients
+            # of the outputs of row-parallel ones.
+            inputs, gradients = tokens // slices, tokens
+            if each.row_parallel:
+                inputs, gradients = tokens, tokens // slices
+            forward += self._count_forward(each, inputs, microbatches)
+            backward += self._count_backward(each, inputs, gradients, float8)
+        return forward, backward
+
+    @property
+    def _once(self) -> int:
+        return _ROUNDED_AT_ONCE if self.fused else _ROUNDED
+
+    def _count_forward(self, linear: Linear, tokens: int, microbatches: int) -> Rounding:
+        entries = len(linear.columns)
+        elements = tokens * linear.inner
+        size = (_LARGEST + self._once) * elements
+        if self.keeps_rounded:
+            # The transposed copy for the backward pass is written at the same time.
+            size += elements
+        weights = 0.0
+        if self.weights == "pass":
+            weights = self._once
+        elif self.weights == "step":
+            # Both orders of a weight are written once, and used for all microbatches.
+            weights = (_LARGEST + self._once + 1) / microbatches
+        return Rounding(size + weights * linear.weights, self.scale_kernels * (1 + entries))
+
+    def _count_backward(
+        self, linear: Linear, of_inputs: int, of_gradients: int, float8: Float8
+    ) -> Rounding:
+        """Return what a backward pass rounds, from the tokens of inputs and of gradients."""
+        entries = len(linear.columns)
+        gradients = of_gradients * sum(linear.columns)
+        inputs = of_inputs * linear.inner
+        if self.keeps_rounded:
+            # A kernel writes both orders of a gradient.
+            size = (_LARGEST + self._once + 1) * gradients
+            return Rounding(size, self.scale_kernels * entries)
+        size = (_LARGEST + self._once) * gradients
+        scales = entries
+        if self.weights == "pass":
+            size += (self._once + _COPIED) * linear.weights
+            scales += entries
+        else:
+            size += _COPIED * linear.weights
+        if not float8.rowwise:
+            # The product for the weight has both of its operands transposed.
+            size += _COPIED * gradients + (self._once + _COPIED * entries) * inputs
+            scales += 1
+        return Rounding(size, self.scale_kernels * scales)
 
 
 _MEASURED = Overhead(1.15, 4.5)

@@ -11,7 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from planner.other_trainers import SOFTWARE, PaperMemory
+from planner.other_trainers import SOFTWARE, OtherRounding, PaperMemory
 
 from megatron.config.model import ModelConfig
 from megatron.config.presets import read_preset
@@ -414,11 +414,14 @@ def compare_llama3(row: dict[str, Any]) -> Iterator[Compared]:
 
 
 TITAN_FLOAT8 = Float8(
-    fused=True, scale_kernels=2, weights="shard", gathers_rounded=True, shares_scales=False
+    rounding=OtherRounding(fused=True, scale_kernels=2, weights="shard"),
+    gathers_rounded=True,
+    shares_scales=False,
 )
 """torchao in torchtitan: compiled, with float8 gathers of FSDP and of tensor parallelism."""
 CORE_FLOAT8 = Float8(
-    fused=True, scale_kernels=2, weights="step", keeps_rounded=True, shares_scales=False
+    rounding=OtherRounding(fused=True, scale_kernels=2, weights="step", keeps_rounded=True),
+    shares_scales=False,
 )
 """Transformer Engine, which rounds weights once a step, and inputs and gradients to both orders."""
 

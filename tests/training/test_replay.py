@@ -20,12 +20,13 @@ from megatron.base.errors import FaultyHostError
 from megatron.base.outside_file import parse_json
 from megatron.extras.operations.chronicle.events import describe_stop
 from megatron.extras.operations.slurm.start import TrainingStarts
-from megatron.extras.watch.replay.first_difference import (
+from megatron.extras.watch.replay.recorder import (
+    Entry,
+    compute_measures,
     describe_difference,
     find_first_ranks,
     sort_messages,
 )
-from megatron.extras.watch.replay.recorder import Entry, compute_measures
 from megatron.observe.chronicle import CHRONICLE
 
 if TYPE_CHECKING:

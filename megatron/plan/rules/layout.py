@@ -5,6 +5,7 @@ from fractions import Fraction
 
 from megatron.base.plain_text import format_alternatives
 from megatron.config.fields import ConfigWithOrigin
+from megatron.config.optimizer import OPTIMIZERS
 from megatron.config.parallel import STRATEGY_STAGES
 from megatron.config.recompute import OPERATORS
 from megatron.model.shape import ModelShape
@@ -201,13 +202,14 @@ def check_context_parallel(settings: ConfigWithOrigin) -> Iterator[Finding]:
 
 
 def check_muon(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Check that with Muon, tensor-parallel ranks do not share a query group.
+    """Check that tensor-parallel ranks do not share a query group with Muon.
 
     The owner of a matrix puts it together from the rows of all ranks.
     """
     groups = ModelShape(settings.config.model, 0, 0).query_groups
     tensor = settings.config.parallel.tensor_model_parallel_size
-    if settings.config.optimizer.optimizer == "muon" and groups < tensor:
+    row = OPTIMIZERS.require(settings.config.optimizer.optimizer)
+    if row.layer_matrices_only and groups < tensor:
         yield error(
             f"{settings.describe('optimizer.optimizer')} needs a query group for each "
             f"tensor-parallel rank, but there are {groups} groups and {tensor} ranks; "

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.config.fields import ConfigWithOrigin, all_fields
 from megatron.config.layer_choice import choose_layers, find_expert_layers
+from megatron.config.optimizer import list_states
 from megatron.config.tree import Config
 from megatron.plan.rules.finding import Finding, error, warning
 from megatron.plan.rules.model import LAYER_CHOICES
@@ -70,18 +71,15 @@ def check_grad_reduction(settings: ConfigWithOrigin) -> Iterator[Finding]:
 def check_bf16_moments(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Check that the decay rate of a moment in bf16 is low enough for the moment to decrease."""
     optimizer = settings.config.optimizer
-    for name, flag, dtype in (
-        ("adam_beta1", "--exp-avg-dtype", optimizer.exp_avg_dtype),
-        ("adam_beta2", "--exp-avg-sq-dtype", optimizer.exp_avg_sq_dtype),
-        ("muon_momentum", "--exp-avg-dtype", optimizer.exp_avg_dtype),
-    ):
-        if name == "muon_momentum" and optimizer.optimizer != "muon":
+    for state in list_states(optimizer.optimizer):
+        if state.get_dtype(optimizer) != "bf16":
             continue
-        if dtype == "bf16" and getattr(optimizer, name) > _LARGEST_BF16_DECAY:
+        flag = all_fields()[f"optimizer.{state.dtype}"].flag
+        if getattr(optimizer, state.decay) > _LARGEST_BF16_DECAY:
             yield error(
-                f"{settings.describe(f'optimizer.{name}')} with {flag} bf16: a step would change "
-                "the moment by less than bf16 can hold, so it would never fall; the rate must be "
-                f"at most {_LARGEST_BF16_DECAY} (1 - 2^-8). Lower it, or give {flag} fp32."
+                f"{settings.describe(f'optimizer.{state.decay}')} with {flag} bf16: a step would "
+                "change the moment by less than bf16 can hold, so it would never fall; the rate "
+                f"must be at most {_LARGEST_BF16_DECAY} (1 - 2^-8). Lower it, or give {flag} fp32."
             )
 
 

@@ -28,9 +28,9 @@ from megatron.model.partition import Stage, partition
 from megatron.model.shape import ModelShape
 from megatron.parallel.grid import Grid
 from megatron.parallel.launcher import read_launcher_world
-from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh, TensorParallel, build_mesh
 from megatron.parallel.messages import gather_json
+from megatron.parallel.parameter_spec import ParameterSpec
 from megatron.parallel.ranks import Ranks, build_roll_call
 from megatron.parallel.rendezvous import build_control_group, choose_device, start_process_group
 from megatron.parallel.shard import TensorShard

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.base.errors import CheckpointError
 from megatron.extras.interop.convert.tensors import VOCABULARY_TENSORS, list_our_tensors
+from megatron.model.layer_parts import get_activation
 from megatron.model.shape import ModelShape
 
 _MLP_IN = "mlp.in"
@@ -234,7 +235,7 @@ class MegatronTensor:
         if self.name.startswith("attention.qkv."):
             return torch.cat([_order_qkv(each, shape, layout) for each in slices])
         if self.name.startswith(f"{_MLP_IN}.") or self.name.endswith((".in", ".in.weight")):
-            if shape.config.glu_activation is None:
+            if not get_activation(shape.config).gated:
                 return torch.cat(list(slices))
             first = layout.first_half in self.parameter.split(".")
             return torch.cat([each.chunk(2)[0 if first else 1] for each in slices])

@@ -27,6 +27,7 @@ from megatron.extras.operations.chronicle.predicted_loss import (
     read_predicted_loss,
 )
 from megatron.extras.operations.chronicle.records import (
+    EvaluationPoint,
     Event,
     iterate_objects,
     parse_time,
@@ -81,18 +82,6 @@ LAYER_FIELDS = (
 _VERDICTS = "hangs/*/verdict.txt"
 
 Column = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class EvaluationPoint:
-    """One evaluation of a validation or test set."""
-
-    name: str
-    iteration: int
-    loss: float
-    time: float
-    """Seconds since the epoch."""
-    kept: bool
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,19 @@ class Event:
     """What else is known, by name. The names depend on the kind."""
 
 
+@dataclass(frozen=True)
+class EvaluationPoint:
+    """One evaluation of a validation or test set."""
+
+    name: str
+    iteration: int
+    loss: float
+    time: float
+    """Seconds since the epoch."""
+    kept: bool
+    """Whether no rollback has removed it."""
+
+
 def read_events(path: Path, damaged: list[str] | None = None) -> list[Event]:
     """Read a chronicle in the order of the file. Lines that are no event are left out.
 

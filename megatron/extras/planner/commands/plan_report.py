@@ -19,18 +19,16 @@ from megatron.data.phases import PlannedPhase
 from megatron.extras.planner.commands.plan_cost import format_assumed
 from megatron.extras.planner.commands.plan_estimates import (
     choose_final_schedule,
-    compute_flops,
-    estimate_memory,
-)
-from megatron.extras.planner.commands.plan_strategies import (
     choose_strategy,
+    compute_flops,
     estimate_compute_seconds,
+    estimate_memory,
     estimate_strategies,
 )
-from megatron.extras.planner.cost.experts import count_message_bytes, count_rows
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.layers import LayerTimes
 from megatron.extras.planner.cost.memory import Verdict
+from megatron.extras.planner.cost.parameters import count_message_bytes, count_rows
 from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.prediction import (
     can_be_predicted,

@@ -5,11 +5,15 @@ width d, g query groups, q = a d and k = g d widths of queries and keys, t tenso
 Widths are in elements. An element has 2 bytes, or 4 in fp32.
 """
 
+import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron.extras.planner.cost.collectives import (
+from megatron.config.table import Table
+from megatron.extras.planner.cost.communication import (
     estimate_added_seconds,
+    estimate_all_to_all_seconds,
     estimate_collective_seconds,
     estimate_small_all_reduce_seconds,
 )
@@ -30,7 +34,9 @@ from megatron.extras.planner.cost.kernels import (
     estimate_memory_seconds,
 )
 from megatron.extras.planner.cost.layout import RankLayout, Software
+from megatron.extras.planner.cost.parameters import count_message_bytes, count_rows
 from megatron.extras.planner.cost.tensors import Kernel, choose_kernel
+from megatron.model.layer_parts import get_activation
 from megatron.model.shape import ModelShape
 
 
@@ -60,29 +66,11 @@ class Seconds:
 
     def __add__(self, other: "Seconds") -> "Seconds":
         """Return the sum by parts."""
-        return Seconds(
-            self.gemm + other.gemm,
-            self.attention + other.attention,
-            self.pointwise + other.pointwise,
-            self.tensor + other.tensor,
-            self.gaps + other.gaps,
-            self.rounding + other.rounding,
-            self.scales + other.scales,
-            self.experts + other.experts,
-        )
+        return Seconds(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def scale(self, factor: float) -> "Seconds":
         """Return each part multiplied by `factor`."""
-        return Seconds(
-            factor * self.gemm,
-            factor * self.attention,
-            factor * self.pointwise,
-            factor * self.tensor,
-            factor * self.gaps,
-            factor * self.rounding,
-            factor * self.scales,
-            factor * self.experts,
-        )
+        return Seconds(*(factor * part for part in vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -115,6 +103,36 @@ _PADDED = 8
 # between kernels.
 _KERNELS = 40
 _CORE_KERNELS = 8
+
+
+@dataclass(frozen=True)
+class _Accesses:
+    """Values that an activation reads and writes for an inner channel of a token, in both passes.
+
+    Without a kernel of its own, both numbers are those of PyTorch's operators.
+    """
+
+    of_kernel: int
+    of_operators: int
+
+
+_GATE = _Accesses(8, 14)
+_ACCESSES = Table(
+    "activation",
+    {
+        # Two accesses forward and three backward.
+        "gelu": _Accesses(5, 5),
+        "squared_relu": _Accesses(5, 10),
+        "xielu": _Accesses(10, 10),
+        "swiglu": _GATE,
+        "geglu": _GATE,
+        "reglu": _GATE,
+        "liglu": _GATE,
+        "clamped_swiglu": _GATE,
+    },
+    # Nobody has counted the others.
+    otherwise=_Accesses(10, 14),
+)
 
 
 class LayerTimes:
@@ -157,7 +175,8 @@ class LayerTimes:
         # With fewer groups than ranks, each rank has one group.
         self._k = max(1, shape.query_groups // layout.tensor) * shape.head_dim
         self._f = self._mlp_width // layout.tensor
-        self._mlp_in = self._f * (2 if config.glu_activation else 1)
+        self._gated = get_activation(config).gated
+        self._mlp_in = self._f * (1 + self._gated)
         self._microbatches = microbatches
         self._in_float8: list[Linear] = []
         """The linear layers with products in float8."""
@@ -201,7 +220,7 @@ class LayerTimes:
         """
         h = self._shape.config.hidden_size
         again = [self._make_gemm(self._k, h), self._make_gemm(h, self._q)]
-        if self._shape.config.glu_activation:
+        if self._gated:
             again.append(self._make_gemm(self._f, h))
         if self._in_float8:
             again = [_put_into_float8(each, exact=False) for each in again]
@@ -277,7 +296,7 @@ class LayerTimes:
             )
             for each, messages in zip(rounded, sent, strict=True)
         )
-        if float8.one_pass and not float8.rowwise and self._software.fused_gradients:
+        if float8.rounding is None and not float8.rowwise and self._software.fused_gradients:
             # A product writes 16 bits, and another kernel adds them. `gradient_bytes` is for a
             # product that adds by itself, which moves 4 bytes less.
             added = 4 * sum(each.weights for each in self._in_float8)
@@ -458,7 +477,7 @@ class LayerTimes:
         h = config.hidden_size
         projected = self._q + 2 * self._k
         # Sums with the residual stream, and of the gradients of an input of two products.
-        sums = (15 if config.glu_activation else 12) * h
+        sums = (15 if self._gated else 12) * h
         # Two norms read and write, and then read two tensors and write one.
         size = _NORM * 10 * h + sums
         if software.compiled:
@@ -478,16 +497,13 @@ class LayerTimes:
             size += fused * 4 * projected
         else:
             size += operators * 18 * projected
-        if config.glu_activation is None:
-            # A kernel squares ReLU as GELU is computed: two accesses forward and three backward.
-            once = config.activation == "gelu" or (
-                config.activation == "squared_relu" and software.fused_gate
-            )
-            size += operators * (5 if once else 10) * self._f
-        elif software.fused_gate or software.compiled:
-            size += fused * 8 * self._f
+        accesses = _ACCESSES.require(config.activation_name)
+        if self._gated and (software.fused_gate or software.compiled):
+            size += fused * accesses.of_kernel * self._f
+        elif software.fused_gate:
+            size += operators * accesses.of_kernel * self._f
         else:
-            size += operators * 14 * self._f
+            size += operators * accesses.of_operators * self._f
         # The gradient of a bias is a sum over all tokens.
         size += operators * (self._mlp_in + h) * self._shape.has_mlp_bias
         size += operators * (projected + h) * self._shape.has_attention_bias
@@ -619,3 +635,102 @@ def _put_into_float8(product: Gemm, *, exact: bool) -> Gemm:
 
 _FLASH_BACKWARD = 1.2
 """Time of a FLOP of flash attention's backward pass relative to one of the forward pass."""
+
+
+_ROUTER_KERNELS = 40
+"""Small kernels of a forward pass of router and dispatch, counted in `megatron.model.experts`."""
+_ROUTER_BYTES = 30
+"""Bytes of both passes for each element of the router's input: casts to fp32 and back, and products
+of a few columns, which read and write their inputs."""
+_ROW_COPIES = 12
+"""Numbers that both passes read or write for an element of a row that is sent: copies to the
+experts' order and back, and sums with weights."""
+_RECEIVED_COPIES = 8
+"""The same for a row that came from another rank."""
+_EXPERT_GATE = 8
+"""The same for an inner element of a gated expert."""
+
+
+class MixtureTimes(LayerTimes):
+    """The times of layers with experts.
+
+    n tokens are routed by a rank, N = n k rows are sent, and m are received by the fullest rank.
+    All ranks wait for that rank, so its rows decide.
+    """
+
+    @property
+    def _mlp_width(self) -> int:
+        """Width of the shared expert, which is an MLP. 0 without one."""
+        return self._shape.config.moe_shared_expert_intermediate_size or 0
+
+    def estimate_layer(self, window: int | None = None) -> Passes:
+        """See `LayerTimes`."""
+        return super().estimate_layer(window) + self._estimate_experts()
+
+    def _list_projections(self) -> list[Gemm]:
+        h = self._shape.config.hidden_size
+        attention = super()._list_projections()[:2]
+        if not self._f:
+            return attention
+        return [*attention, self._make_gemm(self._mlp_in, h), self._make_gemm(h, self._f)]
+
+    def _estimate_tensor_parallel(self) -> Passes:
+        """Estimate the messages of attention, and those that divide and join tokens."""
+        if self._layout.tensor == 1:
+            return Passes(Seconds(), Seconds())
+        size = self._value * self._tokens * self._shape.config.hidden_size
+        waiting = 1 - self._software.hidden_tensor
+        # Attention has an all-reduce in each pass, or two messages of the same bytes. The shared
+        # expert has as many.
+        halves = 2 if self._f else 1
+        forward = halves * self._time_collective(size, passes=2)
+        if not self._layout.sequence_parallel:
+            forward += self._time_collective(size, passes=1)
+        return Passes(Seconds(tensor=forward * waiting), Seconds(tensor=forward * waiting))
+
+    def _estimate_experts(self) -> Passes:
+        """Estimate the router, the messages and the products of the experts."""
+        config = self._shape.config
+        h = config.hidden_size
+        f = self._shape.expert_width
+        layout = self._layout
+        own, sent, received = count_rows(self._shape, layout, self._length)
+        experts = (config.num_experts or 0) // (layout.expert or 1)
+        rows = math.ceil(received / experts)
+        # Each expert has rows of its own, so few rows are multiplied at a lower speed.
+        entry = Gemm(rows, f, h, experts, self._value)
+        entries = [entry, entry] if self._gated else [entry]
+        products = [*entries, Gemm(rows, h, f, experts, self._value)]
+        gradients = [each for product in products for each in product.derive_backward()]
+        exchanged = (layout.expert or 1) > 1
+        # The sums of the gradients of gate and up are of received rows.
+        copied = _ROW_COPIES * sent * h + 4 * own * h + len(entries) * received * h
+        copied += _RECEIVED_COPIES * exchanged * received * h + _EXPERT_GATE * received * f
+        traffic = self._software.pointwise * (self._value * copied + _ROUTER_BYTES * own * h)
+        forward, backward = (
+            estimate_memory_seconds(share * traffic, self._hardware, kernels)
+            for share, kernels in ((1 / 3, _ROUTER_KERNELS), (2 / 3, _ROUTER_KERNELS // 2))
+        )
+        size = count_message_bytes(self._shape, layout, self._value, self._length)
+        if self._software.sends_token_once:
+            ranks = layout.expert or 1
+            # Of a token's k experts, some are on the same rank.
+            k = config.moe_router_topk
+            size *= ranks / k * (1 - (1 - 1 / ranks) ** k)
+        # There and back in each pass.
+        messages = 2 * estimate_all_to_all_seconds(size, layout.expert or 1, self._hardware)
+        return Passes(
+            Seconds(gemm=self._time_products(products), pointwise=forward, experts=messages),
+            Seconds(gemm=self._time_products(gradients), pointwise=backward, experts=messages),
+        )
+
+    def _time_products(self, products: list[Gemm]) -> float:
+        """Return the seconds of products in which each expert has a matrix of its own."""
+        if self._software.half and self._hardware.has_grouped_products:
+            return self._time_gemms(products)
+        # A product for each expert.
+        return sum(
+            each.batch
+            * estimate_gemm_seconds(Gemm(each.m, each.n, each.k, 1, each.value), self._hardware)
+            for each in products
+        )

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.config.optimizer import OptimizerConfig
 
@@ -133,22 +133,11 @@ class Float8:
     rowwise: bool = False
     """Whether each token and each row of a weight has a scale. The product for a weight's gradient
     is not in float8 then."""
-    fused: bool = False
-    """Whether one kernel rounds a tensor. A compiler makes such kernels."""
-    scale_kernels: int = 13
-    """Kernels on single numbers that compute a scale and its inverse."""
-    weights: Literal["pass", "step", "shard"] = "pass"
-    """When weights are rounded: for each pass of each microbatch, once a step, or before they are
-    gathered, so that a rank rounds its shard only."""
-    keeps_rounded: bool = False
-    """Whether the backward pass uses the rounded inputs of the forward pass."""
+    rounding: Callable[..., Any] | None = None
+    """Another formula for what a layer rounds. None: it is that of this trainer (`cost.float8`)."""
     gathers_rounded: bool = False
     """Whether ranks with sequence parallelism round their slices before they gather them, and keep
     what they gathered for the backward pass."""
-    one_pass: bool = False
-    """Whether the kernels of this trainer round. They write both orders of a matrix at once. `cost.
-    float8` then takes from the layout when weights are rounded and which inputs are kept, and
-    `fused`, `weights`, `keeps_rounded` and `gathers_rounded` have no effect."""
     shares_scales: bool = True
     """Whether ranks exchange the largest values of tensors that they share."""
 
@@ -204,7 +193,7 @@ class Software:
     """Bytes of a gradient as data-parallel ranks send it."""
     accumulation_bytes: int = 0
     """Bytes of memory traffic that add a parameter's gradient to the sum over microbatches, without
-    those of the matrix product. If tensors are counted, `cost.parameter_traffic` counts it."""
+    those of the matrix product. If tensors are counted, `cost.parameters` counts it."""
     dropout: bool = True
     """Whether the layers have dropout. Other trainers write masks for it."""
     attends_in_blocks: bool = False

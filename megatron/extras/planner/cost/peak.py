@@ -12,19 +12,17 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 
-from megatron.extras.planner.cost.experts import (
-    Held,
-    LayerParameters,
-    share_parameters,
-    sum_layers,
-    sum_stages,
-)
 from megatron.extras.planner.cost.float8 import list_float8_linears
 from megatron.extras.planner.cost.layout import Float8, RankLayout, Software
-from megatron.extras.planner.cost.parameter_traffic import (
+from megatron.extras.planner.cost.parameters import (
+    Held,
+    LayerParameters,
     count_head_parameters,
     count_root_parameters,
     reduces_each_microbatch,
+    share_parameters,
+    sum_layers,
+    sum_stages,
     uses_fsdp,
 )
 from megatron.extras.planner.cost.tensors import TensorSizes, measure_tensors

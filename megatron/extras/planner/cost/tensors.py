@@ -12,10 +12,11 @@ keys, v padded vocabulary, t tensor-parallel size. All results are bytes.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal, assert_never
+from typing import Literal
 
-from megatron.extras.planner.cost.experts import count_rows
 from megatron.extras.planner.cost.layout import RankLayout, Software
+from megatron.extras.planner.cost.parameters import count_rows
+from megatron.model.layer_parts import NORMS, get_activation
 from megatron.model.shape import ModelShape
 
 LOGIT_CHUNK_BYTES = 256 << 20
@@ -270,12 +271,9 @@ class _Tensors:
             # A kernel computes the mask again. A compiled graph keeps it.
             self._mask = software.compiled * self._tokens * config.hidden_size / share
             self._dropped = self._n
-        self._halves = 1
-        if config.glu_activation is not None:
-            self._halves = 2
-        # A norm keeps one or two fp32 numbers of each token.
-        numbers = {"LayerNorm": 2, "RMSNorm": 1}[config.normalization]
-        self._statistics = 4 * numbers * self._tokens / share
+        self._activation = get_activation(config)
+        self._halves = 1 + self._activation.gated
+        self._statistics = 4 * NORMS.require(config.normalization).statistics * self._tokens / share
         self.output_matrix = shape.padded_vocab_size * config.hidden_size // layout.tensor
         """Elements of the output matrix."""
 
@@ -430,25 +428,11 @@ class _Tensors:
     @cached_property
     def _mlp(self) -> float:
         """The inner activations of the MLP."""
-        if self._config.glu_activation is not None:
-            # The gate, its activation, the other half and their product. ReLU keeps only its
-            # result, and no activation keeps nothing. A kernel computes the activation again,
-            # and so does a compiled layer.
-            if self._fused_gate or self._compiled:
-                return 3 * self._f
-            # Limits keep their inputs too.
-            kept = {"swiglu": 4, "geglu": 4, "reglu": 3, "liglu": 3, "clamped_swiglu": 7}
-            return kept[self._config.glu_activation] * self._f
-        match self._config.activation:
-            case "gelu" | "squared_relu":
-                # Input and result of GELU, or results of ReLU and of the square.
-                return 2 * self._f
-            case "xielu":
-                # The result. In fp32: the input, its square, the clamped exponential and a
-                # difference. And a condition of one byte.
-                return self._f + 17 * self._f / self.value
-            case _:
-                assert_never(self._config.activation)
+        row = self._activation
+        if row.gated and (self._fused_gate or self._compiled):
+            # Gate, other factor and product. The activation is computed again.
+            return 3 * self._f
+        return row.kept_values * self._f + row.kept_bytes * self._f / self.value
 
     @cached_property
     def kept_results(self) -> float:
@@ -582,7 +566,7 @@ class _Tensors:
 
     def _list_mlp_steps(self) -> Iterable[tuple[float, float]]:
         """Yield the steps from the gradient of the layer's output to that of the MLP's input."""
-        gated = self._config.glu_activation is not None
+        gated = self._activation.gated
         dropped = self._dropped
         down = self._compute_weight(self._weights[3], fused=self._fused)
         up = self._compute_weight(self._weights[2], fused=self._fused)

@@ -28,14 +28,9 @@ from megatron.extras.step.float8.recipe import MULTIPLE, Recipe, fits_float8, li
 from megatron.extras.step.float8.weight_scales import WeightMaxima
 from megatron.model.block import Block
 from megatron.parallel.grid import Grid
-from megatron.parallel.layers import (
-    ColumnParallelLinear,
-    ParameterSpec,
-    Piece,
-    RowParallelLinear,
-    SharedGroupsLinear,
-)
+from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear, SharedGroupsLinear
 from megatron.parallel.mesh import ParallelGroup
+from megatron.parallel.parameter_spec import ParameterSpec, Piece
 
 LIMIT = 0.1
 """A larger share of values that become zero is a warning.
