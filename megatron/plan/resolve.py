@@ -25,8 +25,13 @@ from megatron.model.partition import (
     partition,
 )
 from megatron.model.shape import ModelShape
-from megatron.plan.rules.contexts import PlanContext
-from megatron.plan.rules.finding import apply_rules, list_errors, list_warnings, warning
+from megatron.plan.rules.finding import (
+    PlanContext,
+    apply_rules,
+    list_errors,
+    list_warnings,
+    warning,
+)
 from megatron.plan.rules.lists import CONFIG_RULES, PLAN_RULES
 from megatron.plan.rules.numbers import replace_wrong_values
 from megatron.plan.run_plan import Plan

@@ -8,8 +8,7 @@ from config.minimal import TRAINABLE
 from megatron.config.data import TokenizerConfig
 from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.resolve import resolve
-from megatron.plan.rules.contexts import ResumeContext, TokenizerContext
-from megatron.plan.rules.finding import Finding, error, warning
+from megatron.plan.rules.finding import Finding, ResumeContext, TokenizerContext, error, warning
 from megatron.plan.rules.resume import (
     check_curriculum,
     check_optimizer,

@@ -9,8 +9,7 @@ from config.minimal import PUBLISHED_RUNS, TRAINABLE, check_rules, config_with, 
 from megatron.config.fields import ConfigWithOrigin, all_fields, build_config, flatten
 from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.resolve import resolve
-from megatron.plan.rules.contexts import PlanContext
-from megatron.plan.rules.finding import IfGiven
+from megatron.plan.rules.finding import IfGiven, PlanContext
 from megatron.plan.rules.lists import CONFIG_RULES, PLAN_RULES
 from megatron.plan.rules.numbers import check_ranges
 from megatron.schedule.position import Progress

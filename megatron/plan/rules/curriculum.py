@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 from megatron.config.curriculum import USED
 from megatron.config.fields import ConfigWithOrigin, all_fields
-from megatron.plan.rules.contexts import PlanContext
-from megatron.plan.rules.finding import Finding, error, warning
+from megatron.plan.rules.finding import Finding, PlanContext, error, warning
 from megatron.schedule.batch_size import ConstantBatchSize
 
 

@@ -9,8 +9,7 @@ from megatron.base.plain_text import format_some, has_secret, is_url, redact
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.fields import ConfigWithOrigin
 from megatron.data.splits import parse_split
-from megatron.plan.rules.contexts import PlanContext
-from megatron.plan.rules.finding import Finding, error, warning
+from megatron.plan.rules.finding import Finding, PlanContext, error, warning
 from megatron.tokenizer.vocabulary import describe_absence, describe_lack, find_tokenizer_folder
 
 

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from megatron.config.fields import ConfigWithOrigin
 from megatron.model.shape import ModelShape
 from megatron.plan.kernel_choice import find_graph_obstacle
-from megatron.plan.rules.contexts import PlanContext
-from megatron.plan.rules.finding import Finding, error, warning
+from megatron.plan.rules.finding import Finding, PlanContext, error, warning
 
 
 def check_float8(settings: ConfigWithOrigin) -> Iterator[Finding]:

@@ -27,10 +27,11 @@ from megatron.plan.rules import (
     resume,
     training,
 )
-from megatron.plan.rules.contexts import PlanContext, ResumeContext
 from megatron.plan.rules.finding import (
     Forbids,
     OneOf,
+    PlanContext,
+    ResumeContext,
     Rule,
     error,
     if_given,

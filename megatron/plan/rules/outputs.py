@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from megatron.base.errors import ConfigError
 from megatron.base.plain_text import find_address_mistake, is_address_without_slash, is_url, redact
 from megatron.config.fields import ConfigWithOrigin
-from megatron.plan.rules.contexts import PlanContext
-from megatron.plan.rules.finding import Finding, error, warning
+from megatron.plan.rules.finding import Finding, PlanContext, error, warning
 
 
 def check_addresses(settings: ConfigWithOrigin) -> Iterator[Finding]:

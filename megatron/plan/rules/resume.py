@@ -6,8 +6,7 @@ from megatron.base.errors import ConfigError
 from megatron.config.compare import find_config_differences
 from megatron.config.fields import Field, all_fields
 from megatron.config.tree import Config
-from megatron.plan.rules.contexts import ResumeContext, TokenizerContext
-from megatron.plan.rules.finding import Finding, error, warning
+from megatron.plan.rules.finding import Finding, ResumeContext, TokenizerContext, error, warning
 from megatron.schedule.curriculum import FOREVER
 from megatron.schedule.lr import list_schedule_differences
 from megatron.schedule.skip import find_range

@@ -10,8 +10,8 @@ from megatron.checkpoint.load import Checkpoint, compare_models
 from megatron.config.fields import LoadedConfig
 from megatron.config.loss import FOREIGN_ORIGIN, LOSS_MEAN
 from megatron.config.tree import Config
-from megatron.plan.rules.contexts import ResumeContext
 from megatron.plan.rules.finding import (
+    ResumeContext,
     apply_rules,
     error,
     list_errors,
