@@ -1,10 +1,10 @@
 """Published measurements of training steps, and what the cost model predicts for them.
 
-`python tests/planner/published.py performance.json` prints the tables of docs/planner_errors.md.
+The tables of docs/planner_errors.md are `docs/tables/planner_*.csv`. Tests compare them, and write
+them with `UPDATE_GOLDEN=1`.
 """
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -586,19 +586,16 @@ def compare_all(rows: Sequence[dict[str, Any]]) -> list[Compared]:
     ]
 
 
-def format_table(compared: Sequence[Compared]) -> str:
-    """Return the Markdown table of docs/planner_errors.md. Fitted rows are marked."""
-    lines = [
-        "| table | row | layout | published | predicted | error |",
-        "|---|---|---|---|---|---|",
-    ]
+def list_cells(compared: Sequence[Compared]) -> list[list[str]]:
+    """Return the rows of a table of docs/planner_errors.md. Fitted rows are marked."""
+    rows = [["table", "row", "layout", "published", "predicted", "error"]]
     for each in compared:
         mark = " (fitted)" if each.key in FITTED else ""
-        lines.append(
-            f"| {each.table} | {each.row}{mark} | {each.layout} | {each.published:.4g} "
-            f"{each.quantity} | {each.predicted:.4g} | {100 * each.error:+.1f} % |"
-        )
-    return "\n".join(lines)
+        published = f"{each.published:.4g} {each.quantity}"
+        error = f"{100 * each.error:+.1f} %"
+        cells = [f"{each.row}{mark}", each.layout, published, f"{each.predicted:.4g}", error]
+        rows.append([each.table, *cells])
+    return rows
 
 
 def summarise(compared: Sequence[Compared]) -> str:
@@ -608,11 +605,3 @@ def summarise(compared: Sequence[Compared]) -> str:
         f"Rows without a fitted constant: {len(held_out)}, mean absolute error "
         f"{100 * sum(held_out) / len(held_out):.1f} %, worst {100 * max(held_out):.1f} %."
     )
-
-
-if __name__ == "__main__":
-    everything = compare_all([*read_rows(Path(sys.argv[1])), *read_rows(MORE_ROWS)])
-    times = [each for each in everything if each.quantity in ("s", "TFLOPs", "tokens/s")]
-    others = [each for each in everything if each not in times]
-    for part in (times, others):
-        print(format_table(part), summarise(part), sep="\n\n", end="\n\n")

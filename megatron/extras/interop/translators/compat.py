@@ -1,7 +1,7 @@
 """The flags of other systems that are renamed, harmless or refused here, and the keys of GPT-NeoX.
 
 A flag that is not in these tables is a field of the configuration under the same name, or unknown.
-docs/flags.md shows the tables.
+`python tools/flags.py` prints the tables.
 
 Invariant: a renamed flag does exactly what it did there. A derived flag is one of several from
 which `compat_derived` computes a value. A harmless flag changes no number. Any other flag is
