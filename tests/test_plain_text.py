@@ -1,6 +1,7 @@
 """No program prints foreign text that a terminal obeys, or that forges a line."""
 
 import ast
+import io
 import json
 import logging
 import subprocess
@@ -74,7 +75,7 @@ def test_hub_sync(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_log_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     """The exception of a tracker, and any other message of a library."""
     check_output(hide_secrets(f"HTTPError: {HOSTILE}"))
-    bar = ProgressBar(total=1, show=False)
+    bar = ProgressBar(total=1, stream=io.StringIO())
     bar.log(f"warning: tracker trackio: {make_plain(HOSTILE)}")
     bar.log("a\x1b[2Jforged\u202e")
     check_output(capsys.readouterr().out)

@@ -6,12 +6,10 @@ from pathlib import Path
 import pytest
 from config.minimal import PUBLISHED_RUNS, TRAINABLE, check_rules, config_with, published_arguments
 
-from megatron.config.config_with_origin import ConfigWithOrigin
-from megatron.config.fields import all_fields, build_config, flatten
+from megatron.config.fields import ConfigWithOrigin, all_fields, build_config, flatten
 from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.resolve import resolve
-from megatron.plan.rules.contexts import PlanContext
-from megatron.plan.rules.declared import IfGiven
+from megatron.plan.rules.finding import IfGiven, PlanContext
 from megatron.plan.rules.lists import CONFIG_RULES, PLAN_RULES
 from megatron.plan.rules.numbers import check_ranges
 from megatron.schedule.position import Progress

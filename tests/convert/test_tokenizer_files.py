@@ -18,7 +18,7 @@ from megatron.config.data import TokenizerConfig
 from megatron.extras.inference.commands import evaluate, generate
 from megatron.extras.interop.commands import convert_checkpoint
 from megatron.extras.interop.convert.tokenizer_files import AWKWARD, SpecialIds, write_tokenizer
-from megatron.tokenizer import HFTokenizer, build_tokenizer
+from megatron.tokenizer.build import HFTokenizer, build_tokenizer
 
 transformers = pytest.importorskip("transformers")
 SIZES = (

@@ -11,7 +11,7 @@ from data.row_files import make_documents, write_dataset, write_rows
 from data.test_stream_formats import TEXTS, TOKENS
 
 from megatron.base.errors import DataError
-from megatron.config.url import has_secret, redact
+from megatron.base.plain_text import has_secret, redact
 from megatron.extras.samples.stream import remote
 from megatron.extras.samples.stream.formats import FORMATS
 from megatron.extras.samples.stream.listing import Listing, list_dataset

@@ -22,7 +22,7 @@ from megatron.data.tokenizer_record import (
     write_record,
 )
 from megatron.extras.preparation.commands.merge_datasets import merge_datasets
-from megatron.tokenizer import HFTokenizer, build_tokenizer
+from megatron.tokenizer.build import HFTokenizer, build_tokenizer
 
 
 @pytest.fixture

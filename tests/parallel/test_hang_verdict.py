@@ -12,9 +12,7 @@ from megatron.extras.watch.watchdog.watchdog import (
     Stopwatch,
     find_last_collectives,
 )
-from megatron.parallel.rank_progress import LONG_FACTOR, Phase, RankProgress
-from megatron.parallel.rank_state import RankState
-from megatron.parallel.time_limit import TimeLimit
+from megatron.parallel.rank_progress import LONG_FACTOR, Phase, RankProgress, RankState, TimeLimit
 
 LIMIT = 10.0
 TICK = 0.25

@@ -20,7 +20,7 @@ from megatron.extras.preparation.preprocess.input_files import expand_inputs
 from megatron.extras.preparation.preprocess.inputs import Position, read_blocks
 from megatron.extras.preparation.preprocess.sampling import sample_texts
 from megatron.extras.preparation.preprocess.texts import extract_texts
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.build import build_tokenizer
 
 TEXTS = tiny_corpus.texts()
 

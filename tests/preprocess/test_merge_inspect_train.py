@@ -20,7 +20,7 @@ from megatron.extras.preparation.commands.merge_datasets import merge_datasets
 from megatron.extras.preparation.commands.train_tokenizer import train_bpe
 from megatron.extras.preparation.preprocess import inspection
 from megatron.extras.preparation.preprocess.inspection import inspect_dataset
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.build import build_tokenizer
 
 TOKENIZER = ["--vocab-file", VOCAB, "--merge-file", MERGES]
 

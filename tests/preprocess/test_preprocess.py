@@ -25,7 +25,7 @@ from megatron.extras.preparation.preprocess.encoders import CANDIDATES, REFERENC
 from megatron.extras.preparation.preprocess.inputs import InputBlock, Position
 from megatron.extras.preparation.preprocess.journal import lock_output
 from megatron.extras.preparation.preprocess.texts import extract_texts
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.build import build_tokenizer
 
 # Bytes of a block. The fixture has 29 blocks of this size.
 SMALL = 1 << 14

@@ -28,7 +28,7 @@ from megatron.extras.inference.generate.staged_model import StagedModel
 from megatron.extras.inference.scoring.likelihood import Scorer
 from megatron.extras.inference.scoring.tasks import find_tasks
 from megatron.observe.metrics import read_metrics
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.build import build_tokenizer
 
 pytest.importorskip("lm_eval")
 

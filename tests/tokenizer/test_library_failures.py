@@ -22,7 +22,7 @@ from megatron.extras.preparation.preprocess.encoders import (
 from megatron.extras.preparation.preprocess.inputs import InputBlock, Position
 from megatron.extras.preparation.preprocess.workers import BlockEncoder, EncodingJob
 from megatron.extras.samples.stream.streamed_dataset import StreamedDataset
-from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer.build import Tokenizer, build_tokenizer
 from megatron.tokenizer.failures import TokenizerError
 from megatron.tokenizer.sentencepiece_model import SentencePieceTokenizer
 

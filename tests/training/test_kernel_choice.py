@@ -22,8 +22,7 @@ from megatron.engine.kind import EngineKind
 from megatron.extras.interop.translators.translator import load_config
 from megatron.parallel.ranks import Ranks
 from megatron.plan import kernel_choice
-from megatron.plan.graph_choice import find_shortest_recorded
-from megatron.plan.kernel_choice import CPU, KernelDevice, choose_kernels
+from megatron.plan.kernel_choice import CPU, KernelDevice, choose_kernels, find_shortest_recorded
 from megatron.plan.resolve import resolve
 from megatron.run.start.kernel_choice import choose_run_kernels
 from megatron.run.state import TrainState

@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.base.outside_file import RECORD_BYTES, load_bytes, open_regular
+from megatron.base.plain_text import find_address_mistake, has_secret, is_url, redact
 from megatron.checkpoint.digest import Digester
-from megatron.config.url import find_address_mistake, has_secret, is_url, redact
 
 PATIENCE_SECONDS = 60.0
 """How long a request is repeated. A save that fails is tried again later."""

@@ -43,7 +43,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import broadcast_json
 from megatron.parallel.ranks import Work
 from megatron.plan.rules.finding import Finding, error, refuse_errors
-from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.build import Tokenizer
 
 
 class ChatSession:

@@ -24,7 +24,7 @@ from megatron.parallel.messages import broadcast_integers
 from megatron.parallel.ranks import Ranks
 from megatron.plan.run_plan import Plan
 from megatron.run.parts import Tasks
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.build import build_tokenizer
 
 if TYPE_CHECKING:
     from megatron.extras.inference.scoring.fixed_tasks import FixedTasks

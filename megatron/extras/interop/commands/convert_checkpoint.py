@@ -33,10 +33,9 @@ from megatron.base.plain_text import print_line
 from megatron.checkpoint.contents import CheckpointContents
 from megatron.checkpoint.folder import locate_checkpoint
 from megatron.checkpoint.load import open_checkpoint
-from megatron.config.config_with_origin import LoadedConfig
+from megatron.config.fields import LoadedConfig
 from megatron.config.yaml_file import dump_yaml
-from megatron.console.double_dash import split_at_double_dash
-from megatron.console.parse import parse_arguments
+from megatron.console.parse import parse_arguments, split_at_double_dash
 from megatron.console.run_tool import run_tool
 from megatron.console.tokenizer_flags import TokenizerFlags
 from megatron.extras.interop.convert.export import SHARD_BYTES, ExportOptions, export_checkpoint

@@ -42,8 +42,7 @@ from megatron.extras.interop.convert.tensors import TensorPair, list_hf_shapes, 
 from megatron.extras.interop.convert.tokenizer_files import SpecialIds, write_tokenizer
 from megatron.extras.interop.convert.writing import write_folder
 from megatron.model.shape import ModelShape
-from megatron.plan.rules.contexts import TokenizerContext
-from megatron.plan.rules.finding import list_warnings, refuse_errors
+from megatron.plan.rules.finding import TokenizerContext, list_warnings, refuse_errors
 from megatron.plan.rules.resume import check_tokenizer
 from megatron.run.state import TrainState
 

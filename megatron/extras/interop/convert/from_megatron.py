@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.base.errors import CheckpointError
-from megatron.config.config_with_origin import LoadedConfig
+from megatron.config.fields import LoadedConfig
 from megatron.config.model import ModelConfig
 from megatron.extras.interop.convert.megatron_args import load_run_config, make_state
 from megatron.extras.interop.convert.megatron_deepspeed import open_megatron_deepspeed

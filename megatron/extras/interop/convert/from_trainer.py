@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.base.errors import CheckpointError
-from megatron.config.config_with_origin import LoadedConfig
+from megatron.config.fields import LoadedConfig
 from megatron.config.tree import Config
 from megatron.extras.interop.convert.architectures import Architecture
 from megatron.extras.interop.convert.hf_files import list_other_names

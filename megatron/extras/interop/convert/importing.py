@@ -29,7 +29,8 @@ from megatron.extras.interop.convert.tokenizer_files import (
 from megatron.extras.interop.convert.writing import TensorToWrite, check_is_new, write_checkpoint
 from megatron.model.shape import ModelShape
 from megatron.run.state import TrainState
-from megatron.tokenizer import build_tokenizer, compute_tokenizer_digests
+from megatron.tokenizer.build import build_tokenizer
+from megatron.tokenizer.vocabulary import compute_tokenizer_digests
 
 _TOKENIZER = "tokenizer"
 """Folder of the tokenizer's copy."""

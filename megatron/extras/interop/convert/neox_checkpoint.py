@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.base.errors import CheckpointError, ConfigError
-from megatron.config.config_with_origin import LoadedConfig
+from megatron.config.fields import LoadedConfig
 from megatron.extras.interop.convert.megatron_args import SavedRun
 from megatron.extras.interop.convert.megatron_deepspeed import (
     find_step_folder,

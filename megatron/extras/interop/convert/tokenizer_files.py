@@ -21,15 +21,16 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from megatron.base.errors import ConfigError
 from megatron.base.outside_file import INDEX_BYTES, check_regular, load_json
 from megatron.config.data import TokenizerConfig
-from megatron.tokenizer import (
+from megatron.tokenizer.build import (
     HFTokenizer,
-    SentencePieceTokenizer,
     Tokenizer,
     TransformersTokenizer,
     build_tokenizer,
+    find_tokenizer_json,
+    read_special_token,
 )
-from megatron.tokenizer.build import find_tokenizer_json, read_special_token
 from megatron.tokenizer.hub import find_tokenizer_folder
+from megatron.tokenizer.sentencepiece_model import SentencePieceTokenizer
 
 GENERATION_CONFIG = "generation_config.json"
 _SETTINGS = "tokenizer_config.json"

@@ -17,7 +17,7 @@ from megatron.config.fields import (
     all_fields,
     find_missing,
 )
-from megatron.config.profiling import ALL_RANKS
+from megatron.config.logging import ALL_RANKS
 from megatron.extras.interop.translators.compat import (
     NEOX,
     NEOX_DEFAULTS,

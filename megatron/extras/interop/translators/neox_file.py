@@ -15,9 +15,8 @@ import yaml
 
 from megatron.base.outside_file import SETTINGS_BYTES, load_text
 from megatron.base.plain_text import find_close_names
-from megatron.config.command_line import CommandLine
 from megatron.config.fields import ValueWithOrigin
-from megatron.config.normalise import read_argv
+from megatron.config.normalise import CommandLine, read_argv
 from megatron.config.yaml_file import PLAIN_TAGS, compose, get_line, is_null, read_items
 from megatron.extras.interop.translators.compat import NEOX, NEOX_KEYS, Row
 from megatron.extras.interop.translators.deepspeed_json import merge_content

@@ -1,4 +1,8 @@
-"""The translator of other trainers' flags, files and defaults, and the way to load with it."""
+"""The translator of other trainers' flags, files and defaults, and the way to load with it.
+
+Each rank that trains imports this module. What only a command line of another trainer needs is
+imported when it is used.
+"""
 
 import math
 from collections.abc import Sequence
@@ -9,20 +13,20 @@ from megatron.base.errors import ConfigError
 from megatron.base.outside_file import SETTINGS_BYTES, load_text
 from megatron.config.cli import FOREIGN_DEFAULT
 from megatron.config.cli import load_config as load_with
-from megatron.config.command_line import CommandLine, Found, Given, Translator
-from megatron.config.config_with_origin import LoadedConfig
-from megatron.config.fields import Arity, ValueWithOrigin, all_fields
-from megatron.config.normalise import is_flag, list_known_flags, read_argv, set_field
+from megatron.config.fields import Arity, LoadedConfig, ValueWithOrigin, all_fields
+from megatron.config.normalise import (
+    CommandLine,
+    Found,
+    Given,
+    Translator,
+    is_flag,
+    list_known_flags,
+    read_argv,
+    set_field,
+)
 from megatron.config.presets import read_preset
 from megatron.config.yaml_file import PLAIN_TAGS, compose, is_null, read_items
 from megatron.extras.interop.translators.compat import NEOX, Row, find_row, find_rows
-from megatron.extras.interop.translators.compat_derived import (
-    derive_values,
-    describe_dropped_defaults,
-    find_defaults,
-)
-from megatron.extras.interop.translators.deepspeed_json import merge_json
-from megatron.extras.interop.translators.neox_file import read_neox_files
 
 
 class OtherTrainers:
@@ -51,14 +55,24 @@ class OtherTrainers:
 
     def read_files(self, paths: Sequence[str]) -> CommandLine | None:
         """Return the configuration in files of another trainer, or None for other files."""
+        from megatron.extras.interop.translators.translator import read_foreign_files
+
         return read_foreign_files(paths, self)
 
     def merge_json(self, path: str, given: Given) -> Found:
         """Return what DeepSpeed's JSON sets beside `given`."""
+        from megatron.extras.interop.translators.deepspeed_json import merge_json
+
         return merge_json(path, given)
 
     def fill(self, line: CommandLine, given: Given) -> Found:
         """Return the fields that another system would set itself, the errors and the warnings."""
+        from megatron.extras.interop.translators.compat_derived import (
+            derive_values,
+            describe_dropped_defaults,
+            find_defaults,
+        )
+
         filled: dict[str, ValueWithOrigin] = {}
         typed = dict(line.typed)
         warnings: list[str] = []
@@ -250,6 +264,8 @@ def read_foreign_files(paths: Sequence[str], translator: Translator) -> CommandL
     """
     if not paths:
         return None
+    from megatron.extras.interop.translators.neox_file import read_neox_files
+
     line = read_neox_files(paths)
     if line is not None:
         return line

@@ -37,8 +37,7 @@ import tyro
 
 from megatron.base.errors import ConfigError
 from megatron.base.plain_text import print_to_stderr
-from megatron.console.double_dash import split_at_double_dash
-from megatron.console.parse import parse_arguments
+from megatron.console.parse import parse_arguments, split_at_double_dash
 from megatron.console.run_tool import run_tool
 from megatron.console.standard_streams import protect_standard_streams
 from megatron.extras.operations.monitor.alerts import Alert, Outlets, deliver

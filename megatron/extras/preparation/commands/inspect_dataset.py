@@ -33,7 +33,7 @@ from megatron.extras.preparation.corpus.manifest import expand_manifests
 from megatron.extras.preparation.preprocess.inspection import inspect_dataset, plot_lengths, report
 from megatron.extras.preparation.preprocess.row_inspection import format_rows_report, inspect_rows
 from megatron.extras.samples.chat.packed import ConversationPacking
-from megatron.tokenizer import Tokenizer, build_tokenizer, list_special_token_ids
+from megatron.tokenizer.build import Tokenizer, build_tokenizer, list_special_token_ids
 
 _COLOUR = "\x1b[32m{}\x1b[0m"
 _MARKED = "«{}»"

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatron.base.errors import ConfigError, DataError
-from megatron.config.url import has_secret, is_url, redact
+from megatron.base.plain_text import has_secret, is_url, redact
 from megatron.extras.preparation.preprocess.input_files import FOLDER_SUFFIXES, expand_inputs
 from megatron.extras.samples.stream.remote import (
     BlockCache,

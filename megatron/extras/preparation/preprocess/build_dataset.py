@@ -34,7 +34,7 @@ from megatron.extras.preparation.preprocess.sampling import sample_texts
 from megatron.extras.preparation.preprocess.texts import BadLine
 from megatron.extras.preparation.preprocess.workers import Encoded, EncodingJob, encode_blocks
 from megatron.extras.samples.stream.filters import SpecialTokenCounter
-from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer.build import Tokenizer, build_tokenizer
 
 NO_EOD = (
     "note: without --append-eod no token separates the documents, so the model cannot learn where "

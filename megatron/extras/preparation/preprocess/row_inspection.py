@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.base.errors import DataError
-from megatron.base.plain_text import make_plain
-from megatron.config.url import redact
+from megatron.base.plain_text import make_plain, redact
 from megatron.extras.samples.stream.formats import FORMATS, FileGroups, Row
 from megatron.extras.samples.stream.listing import find_files
 from megatron.extras.samples.stream.table_files import FilePath

@@ -40,7 +40,7 @@ from megatron.extras.preparation.preprocess.encoders import (
 from megatron.extras.preparation.preprocess.inputs import InputBlock, Position
 from megatron.extras.preparation.preprocess.texts import BadLine, extract_texts, list_text_lines
 from megatron.extras.samples.stream.filters import SpecialTokenCounter
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.failures import TokenizerError
 
 # The buffer grows by multiples of this.

@@ -19,7 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron.base.plain_text import format_count
-from megatron.tokenizer import Tokenizer, list_special_token_ids
+from megatron.tokenizer.build import Tokenizer, list_special_token_ids
 
 NGRAM = 10
 """Tokens of an n-gram in the repetition filter."""

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.base.errors import DataError
-from megatron.config.url import redact
+from megatron.base.plain_text import redact
 from megatron.extras.samples.stream.filters import (
     NO_COUNTS,
     FilterCounts,

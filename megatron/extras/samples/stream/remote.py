@@ -25,8 +25,7 @@ import xxhash
 
 from megatron.base.errors import DataError
 from megatron.base.outside_file import load_bytes
-from megatron.base.plain_text import format_count, print_to_stderr
-from megatron.config.url import redact
+from megatron.base.plain_text import format_count, print_to_stderr, redact
 from megatron.extras.operations.hub.answers import AnswerTooLongError, make_web_options, run_limited
 
 Result = TypeVar("Result")

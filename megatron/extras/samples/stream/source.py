@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from megatron.base.errors import DataError
 from megatron.base.plain_text import format_count
 from megatron.data.batches import Microbatch, compute_sample_positions, split_microbatches
-from megatron.data.position_source import find_kind
-from megatron.data.prefetch import Prefetcher
+from megatron.data.position_source import Prefetcher, find_kind
 from megatron.data.source import BatchSlice
 from megatron.extras.samples.stream.filters import (
     NO_COUNTS,

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.base.errors import DataError
-from megatron.config.url import redact
+from megatron.base.plain_text import redact
 from megatron.extras.samples.stream.filters import KEPT, Filters
 from megatron.extras.samples.stream.formats import FORMATS, Row
 from megatron.extras.samples.stream.listing import Listing

@@ -30,8 +30,15 @@ from megatron.base.durable import replace_file
 from megatron.base.errors import HungRanksError, LostRanksError
 from megatron.extras.watch.watchdog.hang_verdict import describe_states, find_odd_ranks
 from megatron.parallel.messages import OutOfStepError
-from megatron.parallel.rank_progress import RankProgress
-from megatron.parallel.rank_state import FILE_THREAD, RankState, find_location, locate_thread
+from megatron.parallel.rank_progress import (
+    FILE_THREAD,
+    RankProgress,
+    RankState,
+    TimeLimit,
+    find_location,
+    is_waiting,
+    locate_thread,
+)
 from megatron.parallel.roll_call import (
     CALLED,
     FINISHED,
@@ -46,7 +53,6 @@ from megatron.parallel.store_values import (
     read_call_name,
     read_text,
 )
-from megatron.parallel.time_limit import TimeLimit, is_waiting
 from megatron.parallel.torch_private import read_flight_recorder
 
 _RECENT = 4
