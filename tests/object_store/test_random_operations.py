@@ -121,7 +121,7 @@ class RandomOperations:
 
 
 @pytest.mark.parametrize(
-    ("number", "seed"), [(6, 1), *(pytest.param(200, s, marks=pytest.mark.full) for s in (2, 3, 4))]
+    ("number", "seed"), [(4, 1), *(pytest.param(200, s, marks=pytest.mark.full) for s in (2, 3, 4))]
 )
 @pytest.mark.usefixtures("one_client")
 def test_random_operations_with_faults(
