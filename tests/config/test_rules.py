@@ -47,6 +47,7 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ({**ON_A_STORE, "load": "s3://bucket//run"}, "--load s3://bucket//run must be s3://bucket/run"),
     ({**ON_A_STORE, "hf_export_interval": 5}, "--hf-export-interval 5 needs a folder for --save"),
     ({**ON_A_STORE, "load": "s3:/b/run"}, "--load s3:/b/run must be s3://bucket/run, with two"),
+    ({**ON_A_STORE, "load": "s3:/key:1/secret@b/run"}, "--load s3:/***@b/run must be s3://bucket"),
     ({**ON_A_STORE, "save": "s3://my run/a"}, "has 'my run' as bucket, whose name may have"),
     ({"save": "run", "save_staging": "x"}, "--save-staging x needs --local-dir"),
     ({"spike_guard": "rollback"}, "needs the same folder for --save and --load"),
