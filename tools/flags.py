@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from megatron.config.fields import Field, all_fields, list_groups
 from megatron.config.help import format_help_line
+from megatron.console.standard_streams import end_without_reader
 from megatron.extras.interop.translators.compat import NEOX, NEOX_KEYS, SYSTEMS, Row
 from megatron.extras.interop.translators.compat import find_rows as compat_rows
 
@@ -168,4 +169,5 @@ def _format_table(head: str, rows: Iterator[list[str]]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(build_tables())
+    with end_without_reader():
+        sys.stdout.write(build_tables())

@@ -10,9 +10,9 @@ import pytest
 from conversations.chat_files import make_config, write_conversations, write_tokenizer
 
 from megatron.base.errors import ConfigError, DataError
+from megatron.extras.inference.commands.generate import ChatSession
 from megatron.extras.preparation.conversations.build import ConversationJob, prepare_conversations
 from megatron.extras.samples.chat import template as template_module
-from megatron.extras.samples.chat.session import ChatSession
 from megatron.extras.samples.chat.template import ChatTemplate
 from megatron.tokenizer.build import build_tokenizer
 

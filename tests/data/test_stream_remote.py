@@ -13,9 +13,9 @@ from data.test_stream_formats import TEXTS, TOKENS
 from megatron.base.errors import DataError
 from megatron.base.plain_text import has_secret, redact
 from megatron.extras.samples.stream import remote
-from megatron.extras.samples.stream.block_cache import BlockCache
 from megatron.extras.samples.stream.formats import FORMATS
 from megatron.extras.samples.stream.listing import Listing, list_dataset
+from megatron.extras.samples.stream.remote import BlockCache
 
 Served = tuple[Path, str, type[FailingServer]]
 

@@ -11,7 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from planner.other_trainers import SOFTWARE, OtherRounding, PaperMemory
+from planner.other_trainers import OTHERS, SOFTWARE, OtherRounding, PaperMemory
 
 from megatron.config.model import ModelConfig
 from megatron.config.presets import read_preset
@@ -414,8 +414,7 @@ def compare_llama3(row: dict[str, Any]) -> Iterator[Compared]:
 
 
 TITAN_FLOAT8 = Float8(
-    rounding=OtherRounding(fused=True, scale_kernels=2, weights="shard"),
-    gathers_rounded=True,
+    rounding=OtherRounding(fused=True, scale_kernels=2, weights="shard", gathers_rounded=True),
     shares_scales=False,
 )
 """torchao in torchtitan: compiled, with float8 gathers of FSDP and of tensor parallelism."""
@@ -441,13 +440,13 @@ def compare_float8_rows(rows: Sequence[dict[str, Any]]) -> list[Compared]:
 def _compare_float8(row: dict[str, Any]) -> Iterator[Compared]:
     titan = "torchtitan" in row["source"]
     several = row["pp"] > 1
-    software = SOFTWARE["fsdp-compiled" if titan else "megatron-core"]
+    software = OTHERS["fsdp-compiled" if titan else "megatron-core"]
     software = replace(software, float8=TITAN_FLOAT8 if titan else CORE_FLOAT8)
     if titan and row["tp"] > 1:
         software = replace(software, memory=PaperMemory(gathers=3.0, logit_bytes=16))
     if "async TP" in row["note"]:
         # The share of messages that overlap with products is that of Megatron-Core.
-        software = replace(software, hidden_tensor=SOFTWARE["megatron-core"].hidden_tensor)
+        software = replace(software, hidden_tensor=OTHERS["megatron-core"].hidden_tensor)
     zero = 3 if row["fsdp"] else 1
     micro_batch = row["micro_batch"] if "micro_batch" in row else row["local_batch"]
     if titan and several:

@@ -80,7 +80,7 @@ def pretrain_offline(argv: list[str], cache: str) -> list[tuple[Any, Any]]:
 
 def stop_in_tasks(argv: list[str], cache: str) -> None:
     """Run a command line until a signal comes while the first batch of the tasks is scored."""
-    from megatron.extras.inference.scoring.in_loop import EngineScorer
+    from megatron.extras.inference.scoring.likelihood import EngineScorer
 
     make = EngineScorer._make_microbatches
 

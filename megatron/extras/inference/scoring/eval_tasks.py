@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron.base.errors import ConfigError, MegatronError, TrainingError
 from megatron.config.tree import Config
 from megatron.engine.base import Engine
-from megatron.extras.inference.scoring.in_loop import EngineScorer, PackedRequests
+from megatron.extras.inference.scoring.likelihood import EngineScorer, PackedRequests
 from megatron.extras.inference.scoring.tasks import find_tasks
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import broadcast_integers

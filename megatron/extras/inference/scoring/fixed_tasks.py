@@ -19,8 +19,7 @@ from torch import Tensor
 
 from megatron.base.errors import ConfigError
 from megatron.extras.inference.scoring.harness import TextLM
-from megatron.extras.inference.scoring.in_loop import RequestPacker
-from megatron.extras.inference.scoring.likelihood import iterate_windows
+from megatron.extras.inference.scoring.likelihood import RequestPacker, iterate_windows
 from megatron.extras.inference.scoring.tasks import harden_manager, select_metrics
 from megatron.tokenizer.build import Tokenizer
 

@@ -27,7 +27,7 @@ from megatron.extras.interop.convert.megatron_deepspeed import (
     read_rank_files,
     resolve_names,
 )
-from megatron.extras.interop.convert.megatron_source import Key
+from megatron.extras.interop.convert.megatron_names import Key
 from megatron.extras.interop.convert.unpickle import load_pickle_file
 from megatron.extras.interop.translators.translator import load_config
 from megatron.parallel.shard import Kind

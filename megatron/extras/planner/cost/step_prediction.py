@@ -388,12 +388,13 @@ def _estimate_parts(
 ) -> _Parts:
     """Return the times of the parts of a model. Many layouts of a search have the same parts."""
     arguments = (shape, layout, software, hardware, seq_length, gradient_bytes, microbatches)
-    times = LayerTimes(*arguments)
+    of_dense, of_mixture = software.times or (LayerTimes, MixtureTimes)
+    times = of_dense(*arguments)
     kinds = {_find_kind(shape, index) for index in range(shape.config.num_layers)}
     plain, again = {}, {}
     for kind in kinds:
         window, experts = kind
-        of_kind = MixtureTimes(*arguments) if experts else times
+        of_kind = of_mixture(*arguments) if experts else times
         plain[kind] = of_kind.estimate_layer(window)
         again[kind] = of_kind.estimate_recomputed_layer(window)
     return _Parts(plain, again, times.estimate_embedding(), times.estimate_output())

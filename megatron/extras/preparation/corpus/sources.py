@@ -11,8 +11,12 @@ from typing import Any
 from megatron.base.errors import ConfigError, DataError
 from megatron.base.plain_text import has_secret, is_url, redact
 from megatron.extras.preparation.preprocess.input_files import FOLDER_SUFFIXES, expand_inputs
-from megatron.extras.samples.stream.block_cache import BlockCache
-from megatron.extras.samples.stream.remote import RemoteDataFile, RemoteFolder, RemoteStatus
+from megatron.extras.samples.stream.remote import (
+    BlockCache,
+    RemoteDataFile,
+    RemoteFolder,
+    RemoteStatus,
+)
 
 _COPY_BYTES = 1 << 24
 _STEM_BYTES = 100

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tokenizers import pre_tokenizers
 
 from megatron.base.errors import MegatronError
-from megatron.extras.interop.convert.awkward_texts import AWKWARD
+from megatron.extras.interop.convert.tokenizer_files import AWKWARD
 from megatron.tokenizer.build import HFTokenizer, Tokenizer
 from megatron.tokenizer.failures import TokenizerError
 

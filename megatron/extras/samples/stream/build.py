@@ -18,13 +18,11 @@ from megatron.data.phases import find_phase_shares, select_phases
 from megatron.data.registry import DatasetRegistry
 from megatron.data.source import SourceRequest, Sources
 from megatron.data.splits import compute_split_bounds
-from megatron.extras.samples.stream.filters import Filters
-from megatron.extras.samples.stream.formats import FORMATS
+from megatron.extras.samples.stream.filters import Filters, SpecialTokenCounter
+from megatron.extras.samples.stream.formats import FORMATS, Row
 from megatron.extras.samples.stream.listing import Listing, list_dataset
-from megatron.extras.samples.stream.row_format import Row
 from megatron.extras.samples.stream.shard_order import MixturePhase, RowRange
 from megatron.extras.samples.stream.source import StreamSource
-from megatron.extras.samples.stream.special_tokens import SpecialTokenCounter
 from megatron.extras.samples.stream.streamed_dataset import Specials, StreamedDataset
 from megatron.tokenizer.build import Tokenizer
 

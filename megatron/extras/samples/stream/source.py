@@ -30,8 +30,11 @@ from megatron.extras.samples.stream.filters import (
     parse_counts,
 )
 from megatron.extras.samples.stream.listing import Listing
-from megatron.extras.samples.stream.reader import Cursor, OpenShard, Sample, ShardReader
-from megatron.extras.samples.stream.records import (
+from megatron.extras.samples.stream.reader import (
+    Cursor,
+    OpenShard,
+    Sample,
+    ShardReader,
     continue_segments,
     describe_segments,
     find_record,
