@@ -55,8 +55,6 @@ class OtherTrainers:
 
     def read_files(self, paths: Sequence[str]) -> CommandLine | None:
         """Return the configuration in files of another trainer, or None for other files."""
-        from megatron.extras.interop.translators.translator import read_foreign_files
-
         return read_foreign_files(paths, self)
 
     def merge_json(self, path: str, given: Given) -> Found:
