@@ -13,7 +13,7 @@ from megatron.base.code_version import (
     get_code_version,
     read_commit,
 )
-from megatron.extras.operations.slurm.srun_step import CHECKOUT
+from megatron.extras.operations.slurm.client import CHECKOUT
 from megatron.extras.planner.dry_run.record import _PACKAGE
 from megatron.parallel.messages import _WRAPPERS
 

@@ -11,6 +11,7 @@ import pytest
 import megatron.config
 from megatron.base.errors import ConfigError
 from megatron.config.fields import all_fields
+from megatron.config.model import AttentionKind, MLPKind
 from megatron.config.table import Absent, Table
 from megatron.extras.step.kernels.gate import ACTIVATION_KERNELS
 from megatron.model.layer_parts import ACTIVATIONS
@@ -36,8 +37,14 @@ FLAGS = {"activation": ["--activation", "--glu-activation"]}
 """What a message calls a setting -> the flags that give its choices, if it is not one flag."""
 
 
+KINDS: dict[str, Any] = {"attention": AttentionKind, "MLP": MLPKind}
+"""What a message calls a kind of part, which follows from several settings -> all kinds."""
+
+
 def find_choices(subject: str) -> set[str]:
-    """Return the values that the command line accepts after the flags of a table."""
+    """Return the values that the command line accepts after the flags of a table, or the kinds."""
+    if subject in KINDS:
+        return set(typing.get_args(KINDS[subject]))
     flags = FLAGS.get(subject, [subject])
     fields = [field for field in all_fields().values() if field.flag in flags]
     assert len(fields) == len(flags)

@@ -31,9 +31,10 @@ from megatron.base import exit_codes
 from megatron.base.errors import ConfigError, MegatronError, combine_errors, leave_out_middle
 from megatron.base.plain_text import format_count, print_line, print_to_stderr
 from megatron.commands.parts import open_indexed
-from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.fields import ConfigWithOrigin
+from megatron.config.presets import wants_preset_list
 from megatron.console.parse import parse_arguments
-from megatron.console.preset_table import format_preset_table, wants_preset_list
+from megatron.console.preset_table import format_preset_table
 from megatron.console.run_tool import run_tool
 from megatron.data.epochs import DatasetUse, measure_training_data, warn_about_many_epochs
 from megatron.extras.interop.translators.translator import load_config
@@ -73,9 +74,9 @@ from megatron.extras.planner.prediction import can_be_predicted, predict_plan
 from megatron.extras.step.engines import choose_engine
 from megatron.plan.resolve import resolve
 from megatron.plan.rules.layout import WORLD_SIZE
+from megatron.plan.rules.numbers import replace_wrong_values
 from megatron.plan.run_plan import Plan
-from megatron.plan.usable_values import replace_wrong_values
-from megatron.schedule.counter_forecast import ForecastPoint
+from megatron.schedule.position import ForecastPoint
 
 _ASSUMED = {
     "ranks_per_node": 1,

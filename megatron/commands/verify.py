@@ -37,7 +37,6 @@ from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.commands.parts import choose_parts
 from megatron.console.parse import parse_arguments
 from megatron.console.run_tool import run_tool
-from megatron.console.training_imports import hide_from_collector
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.commands.plan_source import (
     explain_errors,
@@ -49,6 +48,7 @@ from megatron.extras.planner.commands.plan_source import (
 from megatron.plan.resolve import RANKS_PER_NODE, resolve
 from megatron.plan.rules.layout import WORLD_SIZE
 from megatron.plan.run_plan import Plan
+from megatron.run.start.launch import hide_from_collector
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,9 @@ RopeScaling = Literal["linear", "llama3", "yarn"]
 RouterScore = Literal["softmax", "sigmoid"]
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 Parametrization = Literal["standard", "mup", "completep"]
+AttentionKind = Literal["dot_product"]
+"""Kinds of attention. A layer has one of them, whichever flags it follows from."""
+MLPKind = Literal["dense", "experts"]
 DROPOUT_STEPS = 1 << 16
 """A probability of dropout is rounded to a multiple of 1 / DROPOUT_STEPS."""
 

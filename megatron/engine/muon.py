@@ -21,6 +21,7 @@ precision. So the layout changes an update only as far as it changes gradients.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -30,13 +31,16 @@ from megatron.config.optimizer import OPTIMIZERS, OptimizerConfig
 from megatron.engine.optimizer import (
     AdamW,
     MasterParameter,
+    Masters,
     Optimizer,
     open_in_fp32,
     scale_gradients,
 )
 from megatron.engine.parallelize import shard_offset
+from megatron.model.fused_operators import FusedOperators
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import Mesh
+from megatron.plan.run_plan import Plan
 
 _EPS = 1e-7
 """Smallest norm that a matrix is divided by, as in torch."""
@@ -152,6 +156,13 @@ class Muon(Optimizer):
             f"Muon for {len(self._matrices)} matrices, {self._adamw.description[1]} for the rest",
             f"--optimizer muon; this rank orthogonalises {len(owned[self._rank])} of them",
         )
+
+    @classmethod
+    def build(cls, masters: Masters, plan: Plan, mesh: Mesh, operators: FusedOperators) -> Self:
+        """Build the optimizer. See `Optimizer.build`."""
+        precision = plan.config.precision
+        in_fp32 = not (precision.bf16 or precision.fp16)
+        return cls(masters, plan.config.optimizer, plan.shape, mesh, in_fp32=in_fp32)
 
     def set_step_count(self, count: int) -> None:
         """Set the number of steps, which AdamW's bias correction depends on."""

@@ -34,7 +34,7 @@ from megatron.model.dropout import Dropout, WeightDropout
 from megatron.model.fused_operators import FusedOperators
 from megatron.model.inputs import Documents
 from megatron.model.key_value_cache import attend_with_new_token
-from megatron.model.layer_parts import SOFTMAXES
+from megatron.model.layer_parts import ATTENTIONS, SOFTMAXES
 from megatron.model.loss import split_rows
 from megatron.model.norm import build_query_key_norm
 from megatron.model.packed_attention import attend_packed
@@ -50,7 +50,6 @@ from megatron.parallel.layers import (
 )
 from megatron.parallel.mesh import ContextParallel, TensorParallel
 from megatron.parallel.padding import trim_columns
-from megatron.parallel.parameter_spec import Init
 
 
 def find_largest_attention_logit(
@@ -148,41 +147,25 @@ class SelfAttention(nn.Module):
         self.window = layer.window
         self.head_dim = shape.head_dim
         self.query_factor = shape.query_factor
+        specs = ATTENTIONS.require("dot_product").list_parameters(shape, tp.size, tp.rank)
         self.qkv: ColumnParallelLinear | SharedGroupsLinear
         if shape.query_groups >= tp.size:
             self.groups = split_evenly(shape.query_groups, tp)
             self.heads_per_group = config.num_attention_heads // shape.query_groups
-            # n/g query heads, one key and one value for each group.
-            rows = shape.query_groups * (self.heads_per_group + 2) * shape.head_dim
-            self.qkv = ColumnParallelLinear(
-                config.hidden_size, rows, bias=shape.has_qkv_bias, tp=tp, init=Init.NORMAL
-            )
+            self.qkv = ColumnParallelLinear(specs, "qkv", tp)
         else:
             # Several ranks share a group, and each has some of its query heads.
             self.groups = 1
             self.heads_per_group = split_evenly(config.num_attention_heads, tp)
-            self.qkv = SharedGroupsLinear(
-                config.hidden_size,
-                heads=config.num_attention_heads,
-                groups=shape.query_groups,
-                head_dim=shape.head_dim,
-                bias=shape.has_qkv_bias,
-                tp=tp,
-                init=Init.NORMAL,
-            )
-        self.q_norm = build_query_key_norm(config, config.num_attention_heads, shape.head_dim, tp)
-        self.k_norm = build_query_key_norm(config, shape.query_groups, shape.head_dim, tp)
-        self.out = RowParallelLinear(
-            config.num_attention_heads * shape.head_dim,
-            config.hidden_size,
-            bias=shape.has_attention_bias,
-            tp=tp,
-            init=Init.SCALED_NORMAL,
-        )
-        self._softmax = SOFTMAXES.require(config.softmax_type)
+            self.qkv = SharedGroupsLinear(specs, "qkv", tp)
+        self.q_norm = build_query_key_norm(config, specs.get("q_norm.weight"), tp)
+        self.k_norm = build_query_key_norm(config, specs.get("k_norm.weight"), tp)
+        self.out = RowParallelLinear(specs, "out", tp)
+        self.has_sink = SOFTMAXES.require(config.softmax_type).has_sink
         self.sink: nn.Parameter | None = None
-        for name, spec in self._softmax.list_parameters(config.num_attention_heads).items():
-            setattr(self, name, make_parameter((split_evenly(spec.shape[0], tp),), spec))
+        if "sink" in specs:
+            heads = split_evenly(config.num_attention_heads, tp)
+            self.sink = make_parameter((heads,), specs["sink"])
         self.dropout = dropout
         self.recompute_core = False
         """Whether the backward pass computes the attention core again (selective recomputation)."""
@@ -338,6 +321,6 @@ class SelfAttention(nn.Module):
 
     def _get_sink(self, query: Tensor) -> Tensor | None:
         """Return the sinks of this rank's heads, [n/t], or None."""
-        if self._softmax.has_sink and self.sink is None:
+        if self.has_sink and self.sink is None:
             return query.new_zeros(query.shape[1])
         return self.sink

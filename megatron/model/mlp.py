@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.config.table import Table
 from megatron.model.fused_operators import FusedOperators
-from megatron.model.layer_parts import ACTIVATIONS, get_activation
+from megatron.model.layer_parts import ACTIVATIONS, get_activation, list_mlp_parameters
 from megatron.model.shape import ModelShape
 from megatron.parallel.entered_linear import apply_entered_linears
 from megatron.parallel.layers import (
@@ -19,7 +19,6 @@ from megatron.parallel.layers import (
     make_replicated_inside_region,
 )
 from megatron.parallel.mesh import TensorParallel
-from megatron.parallel.parameter_spec import Init
 
 Activate = Callable[..., Tensor]
 """Maps the output of the first matrix, [s, b, f/t], to the same shape.
@@ -130,23 +129,17 @@ class MLP(nn.Module):
         """
         super().__init__()
         config = shape.config
-        f = width or shape.ffn_hidden_size
         self.tp = tp
         self.activation = build_activation(config, tp)
         self._activation_name = config.activation_name
         self.operators = FusedOperators()
         """The kernels that take the place of PyTorch's operators."""
-        self.up = ColumnParallelLinear(
-            config.hidden_size, f, bias=shape.has_mlp_bias, tp=tp, init=Init.NORMAL
-        )
+        specs = list_mlp_parameters(shape, width)
+        self.up = ColumnParallelLinear(specs, "up", tp)
         self.gate: ColumnParallelLinear | None = None
         if get_activation(config).gated:
-            self.gate = ColumnParallelLinear(
-                config.hidden_size, f, bias=shape.has_mlp_bias, tp=tp, init=Init.NORMAL
-            )
-        self.down = RowParallelLinear(
-            f, config.hidden_size, bias=shape.has_mlp_bias, tp=tp, init=Init.SCALED_NORMAL
-        )
+            self.gate = ColumnParallelLinear(specs, "gate", tp)
+        self.down = RowParallelLinear(specs, "down", tp)
 
     def use_operators(self, operators: FusedOperators) -> None:
         """Use kernels in place of PyTorch's operators."""

@@ -5,7 +5,7 @@ is kept in fp32. The norms are over the last dimension, except `ShardedRMSNorm`.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, assert_never
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +17,12 @@ from megatron.config.table import Table
 from megatron.model.layer_parts import NORMS
 from megatron.parallel.collectives import copy_to_tensor_parallel, reduce_from_tensor_parallel
 from megatron.parallel.layers import (
-    make_parameter,
     make_replicated_inside_region,
     make_replicated_outside_region,
-    split_evenly,
+    make_sharded,
 )
 from megatron.parallel.mesh import TensorParallel
-from megatron.parallel.parameter_spec import Init, ParameterSpec, make_vector_spec
+from megatron.parallel.parameter_spec import ParameterSpec
 from megatron.parallel.spmd import declare
 
 MakeParameter = Callable[[ParameterSpec, TensorParallel], nn.Parameter]
@@ -166,21 +165,19 @@ class RMSNorm(Norm):
 class ShardedRMSNorm(nn.Module):
     """RMSNorm over the channels of all heads. Each tensor-parallel rank holds some of the heads."""
 
-    def __init__(self, size: int, eps: float, tp: TensorParallel) -> None:
+    def __init__(self, spec: ParameterSpec, eps: float, tp: TensorParallel) -> None:
         """Create this rank's part of the weight, uninitialised.
 
         Args:
-            size: Channels of all heads of the model.
+            spec: The weight, with the channels of all heads of the model.
             eps: Added to the mean of the squares.
             tp: The tensor-parallel ranks.
         """
         super().__init__()
         self.eps = eps
         self.tp = tp
-        self.size = size
-        self.weight = make_parameter(
-            (split_evenly(size, tp),), make_vector_spec(size, Init.ONE, shard_dim=0)
-        )
+        self.size = spec.shape[0]
+        self.weight = make_sharded(spec, tp)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, g/t, n, d], this rank's heads by group, to the same shape."""
@@ -211,25 +208,20 @@ def _build_norm(config: ModelConfig, size: int, tp: TensorParallel, make: MakePa
 
 
 def build_query_key_norm(
-    config: ModelConfig, heads: int, head_dim: int, tp: TensorParallel
+    config: ModelConfig, weight: ParameterSpec | None, tp: TensorParallel
 ) -> Norm | ShardedRMSNorm | None:
     """Build the norm that `--qk-norm` names, for queries or keys [s, b, g/t, n, d].
 
     Args:
         config: The architecture.
-        heads: Number of the model's query heads, or of its key heads.
-        head_dim: Width d of a head.
+        weight: Its weight in the complete model. None: there is no such norm.
         tp: The tensor-parallel ranks.
     """
-    match config.qk_norm:
-        case None:
-            return None
-        case "full":
-            return ShardedRMSNorm(heads * head_dim, config.layernorm_epsilon, tp)
-        case "head":
-            return _build_norm(config, head_dim, tp, make_replicated_inside_region)
-        case _:
-            assert_never(config.qk_norm)
+    if weight is None:
+        return None
+    if weight.is_sharded:
+        return ShardedRMSNorm(weight, config.layernorm_epsilon, tp)
+    return _build_norm(config, weight.shape[0], tp, make_replicated_inside_region)
 
 
 def describe_norm(config: ModelConfig, device_type: str) -> tuple[str, str]:

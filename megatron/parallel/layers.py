@@ -21,13 +21,7 @@ from megatron.parallel.collectives import leave_tensor_parallel
 from megatron.parallel.entered_linear import ALONE, apply_entered_linears
 from megatron.parallel.mesh import TensorParallel
 from megatron.parallel.padding import trim_columns
-from megatron.parallel.parameter_spec import (
-    Init,
-    ParameterSpec,
-    Piece,
-    make_matrix_spec,
-    make_vector_spec,
-)
+from megatron.parallel.parameter_spec import Init, ParameterSpec, Specs, make_matrix_spec
 from megatron.parallel.products import Products
 
 
@@ -36,6 +30,13 @@ def make_parameter(local_shape: tuple[int, ...], spec: ParameterSpec) -> nn.Para
     parameter = nn.Parameter(torch.empty(local_shape))
     parameter.spec = spec  # type: ignore[attr-defined]
     return parameter
+
+
+def make_sharded(spec: ParameterSpec, tp: TensorParallel) -> nn.Parameter:
+    """Return a parameter of which each tensor-parallel rank holds the part that the spec says."""
+    if spec.shard_dim is not None and spec.pieces is None:
+        split_evenly(spec.shape[spec.shard_dim], tp)
+    return make_parameter(spec.compute_local_shape(tp.size), spec)
 
 
 def make_replicated_outside_region(spec: ParameterSpec, tp: TensorParallel) -> nn.Parameter:
@@ -72,13 +73,8 @@ class ColumnParallelLinear(nn.Module):
     [out/t, in], as F.linear takes it.
     """
 
-    def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, tp: TensorParallel, init: Init
-    ) -> None:
-        """Create the rank's shard of a layer from `in_features` to `out_features`.
-
-        `init` is the kind of the weight's initial values. The bias starts at zero.
-        """
+    def __init__(self, specs: Specs, name: str, tp: TensorParallel) -> None:
+        """Create the rank's shard of the layer `name`. See `make_linear_specs`."""
         super().__init__()
         self.tp = tp
         self.number: Tensor | None = None
@@ -88,15 +84,10 @@ class ColumnParallelLinear(nn.Module):
         """
         self.products: Products | None = None
         """Computes the products in another number format. See `products.py`."""
-        local = split_evenly(out_features, tp)
-        self.weight = make_parameter(
-            (local, in_features), make_matrix_spec(out_features, in_features, init, shard_dim=0)
-        )
+        self.weight = make_sharded(specs[f"{name}.weight"], tp)
         self.bias: nn.Parameter | None = None
-        if bias:
-            self.bias = make_parameter(
-                (local,), make_vector_spec(out_features, Init.ZERO, shard_dim=0)
-            )
+        if f"{name}.bias" in specs:
+            self.bias = make_sharded(specs[f"{name}.bias"], tp)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, in], or [s/t, b, in] with sequence parallelism, to [s, b, out/t].
@@ -124,68 +115,33 @@ class SharedGroupsLinear(nn.Module):
     n: heads, g: query groups, d: width of a head.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        *,
-        heads: int,
-        groups: int,
-        head_dim: int,
-        bias: bool,
-        tp: TensorParallel,
-        init: Init,
-    ) -> None:
+    def __init__(self, specs: Specs, name: str, tp: TensorParallel) -> None:
         """Create the weights for the rank's queries, and for keys and values of all groups.
 
         Args:
-            in_features: Width of the input.
-            heads: Query heads of the model.
-            groups: Query groups of the model, which divide the number of ranks.
-            head_dim: Width of a head.
-            bias: Whether there is a bias. It starts at zero.
+            specs: The specs of this rank. "shared_weight" and "shared_bias" are of keys and values.
+            name: Name of the layer.
             tp: The tensor-parallel ranks.
-            init: The kind of the weight's initial values.
         """
         super().__init__()
         self.tp = tp
         self.products: Products | None = None
         """Computes the products in another number format. See `products.py`."""
-        ranks_of_group, rest = divmod(tp.size, groups)
-        assert rest == 0, f"{groups} query groups do not divide {tp.size} ranks"
-        group, member = divmod(tp.rank, ranks_of_group)
-        group_rows = (heads // groups + 2) * head_dim
-        own = split_evenly(heads, tp) * head_dim
-        pair = 2 * head_dim
-        queries = (Piece(0, group * group_rows + member * own, own),)
-        keys_values = tuple(
-            Piece(i * pair, (i + 1) * group_rows - pair, pair) for i in range(groups)
-        )
-        # The rows of this rank's group in the replicated keys and values.
-        self.own_pair = slice(group * pair, (group + 1) * pair)
-
-        def make(
-            rows_of: str, columns: tuple[int, ...], kind: Init, *, shared: bool
-        ) -> nn.Parameter:
-            return make_parameter(
-                (groups * pair if shared else own, *columns),
-                ParameterSpec(
-                    (groups * group_rows, *columns),
-                    kind,
-                    decays=bool(columns),
-                    shard_dim=None if shared else 0,
-                    partial_gradient=shared,
-                    rows_of=rows_of,
-                    pieces=keys_values if shared else queries,
-                ),
-            )
-
-        self.weight = make("weight", (in_features,), init, shared=False)
-        self.shared_weight = make("weight", (in_features,), init, shared=True)
+        self.weight = make_sharded(specs[f"{name}.weight"], tp)
+        shared = specs[f"{name}.shared_weight"]
+        self.shared_weight = make_sharded(shared, tp)
         self.bias: nn.Parameter | None = None
         self.shared_bias: nn.Parameter | None = None
-        if bias:
-            self.bias = make("bias", (), Init.ZERO, shared=False)
-            self.shared_bias = make("bias", (), Init.ZERO, shared=True)
+        if f"{name}.bias" in specs:
+            self.bias = make_sharded(specs[f"{name}.bias"], tp)
+            self.shared_bias = make_sharded(specs[f"{name}.shared_bias"], tp)
+        assert shared.pieces is not None, "keys and values of each group are a piece"
+        groups = len(shared.pieces)
+        assert tp.size % groups == 0, f"{groups} query groups do not divide {tp.size} ranks"
+        # The rows of this rank's group in the replicated keys and values.
+        pair = shared.pieces[0].rows
+        group = tp.rank * groups // tp.size
+        self.own_pair = slice(group * pair, (group + 1) * pair)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, in], or [s/t, b, in] with sequence parallelism, to [s, b, (n/t + 2) d].
@@ -210,13 +166,8 @@ class RowParallelLinear(nn.Module):
               | A_t |
     """
 
-    def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, tp: TensorParallel, init: Init
-    ) -> None:
-        """Create the rank's shard of a layer from `in_features` to `out_features`.
-
-        `init` is the kind of the weight's initial values. The bias starts at zero.
-        """
+    def __init__(self, specs: Specs, name: str, tp: TensorParallel) -> None:
+        """Create the rank's shard of the layer `name`. See `make_linear_specs`."""
         super().__init__()
         self.tp = tp
         self.number: Tensor | None = None
@@ -226,14 +177,10 @@ class RowParallelLinear(nn.Module):
         """
         self.products: Products | None = None
         """Computes the products in another number format. See `products.py`."""
-        local = split_evenly(in_features, tp)
-        self.weight = make_parameter(
-            (out_features, local), make_matrix_spec(out_features, in_features, init, shard_dim=1)
-        )
+        self.weight = make_sharded(specs[f"{name}.weight"], tp)
         self.bias: nn.Parameter | None = None
-        if bias:
-            spec = make_vector_spec(out_features, Init.ZERO)
-            self.bias = make_replicated_outside_region(spec, tp)
+        if f"{name}.bias" in specs:
+            self.bias = make_replicated_outside_region(specs[f"{name}.bias"], tp)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, in/t] to [s, b, out], or to [s/t, b, out] with sequence parallelism.

@@ -96,6 +96,22 @@ class ParameterSpec:
             offset[self.shard_dim] = tensor_rank * shape[self.shard_dim]
         return offset
 
+    def compute_local_shape(self, tensor_size: int, expert_size: int = 1) -> tuple[int, ...]:
+        """Return the shape of a rank's tensor, without vocabulary padding.
+
+        Args:
+            tensor_size: Number of tensor-parallel ranks.
+            expert_size: Number of expert-parallel ranks.
+        """
+        local = list(self.shape)
+        if self.pieces is not None:
+            local[0] = sum(piece.rows for piece in self.pieces)
+        elif self.by_expert:
+            local[0] //= expert_size
+        elif self.shard_dim is not None:
+            local[self.shard_dim] //= tensor_size
+        return tuple(local)
+
     def get_global_name(self, name: str) -> str:
         """Return the name that a parameter `name` of a module has in the complete model."""
         if self.rows_of is not None:
@@ -121,6 +137,10 @@ class ParameterSpec:
                 yield Piece(begin - first, piece.start + begin - piece.local, end - begin)
 
 
+Specs = dict[str, ParameterSpec]
+"""Name of a parameter inside its part -> its spec."""
+
+
 def make_matrix_spec(
     rows: int, columns: int, init: Init, *, shard_dim: int | None = None
 ) -> ParameterSpec:
@@ -131,3 +151,23 @@ def make_matrix_spec(
 def make_vector_spec(size: int, init: Init, *, shard_dim: int | None = None) -> ParameterSpec:
     """Return the spec of a bias or another vector, to which weight decay does not apply."""
     return ParameterSpec((size,), init, decays=False, shard_dim=shard_dim)
+
+
+def make_linear_specs(
+    name: str, rows: int, columns: int, init: Init, *, bias: bool, shard_dim: int
+) -> Specs:
+    """Return the specs of a linear layer, without its bias if it has none.
+
+    Args:
+        name: Name of the layer inside its part.
+        rows: Outputs.
+        columns: Inputs.
+        init: The kind of the weight's initial values. The bias starts at zero.
+        bias: Whether there is a bias.
+        shard_dim: 0 for `ColumnParallelLinear`, 1 for `RowParallelLinear`.
+    """
+    specs = {f"{name}.weight": make_matrix_spec(rows, columns, init, shard_dim=shard_dim)}
+    if bias:
+        of_bias = 0 if shard_dim == 0 else None
+        specs[f"{name}.bias"] = make_vector_spec(rows, Init.ZERO, shard_dim=of_bias)
+    return specs

@@ -10,12 +10,11 @@ from config.minimal import REQUIRED, check_rules
 
 from megatron.base.errors import ConfigError
 from megatron.config.compare import load_yaml
-from megatron.config.config_with_origin import LoadedConfig
-from megatron.config.fields import all_fields
+from megatron.config.fields import LoadedConfig, all_fields
 from megatron.config.normalise import list_known_flags
 from megatron.config.presets import read_preset
 from megatron.config.yaml_file import dump_yaml
-from megatron.data.shares import parse_shares
+from megatron.data.blend import parse_shares
 from megatron.extras.interop.translators import compat
 from megatron.extras.interop.translators.compat import (
     NEOX_KEYS,

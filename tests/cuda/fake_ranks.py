@@ -406,7 +406,7 @@ def pin_buffers() -> list[tuple[int, int, str | None]]:
     """
     import torch
 
-    from megatron.checkpoint.host_buffer import HostBuffer
+    from megatron.checkpoint.shard_file import HostBuffer
     from megatron.extras.planner.dry_run.fake_rank import get_gpu
 
     gpu = get_gpu()

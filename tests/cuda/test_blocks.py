@@ -204,7 +204,7 @@ def test_formulas_of_a_block_are_those_of_its_operators(shape: Shape, on_fake_gp
     layer = job.shape.describe_layer(0)
     windowed = layer.window is not None
     sizes = measure_tensors(
-        job.shape, job.layout, job.software, holds=False, windowed=windowed, experts=layer.experts
+        job.shape, job.layout, job.software, holds=False, windowed=windowed, mlp=layer.mlp
     )
     recomputed = job.layout.recompute == "full"
     kept = sizes.recomputed_layer if recomputed else sizes.layer

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from megatron.extras.step.cuda_graph.graph_recorder import RecordingError
-from megatron.extras.watch.operator_mode import OperatorMode, list_tensors
+from megatron.extras.watch.operator_mode import OperatorMode
 from megatron.parallel.rng import draw_mask_in_graph
 
 _READ_BY_HOST = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2")
@@ -48,7 +48,7 @@ class Tape(OperatorMode):
             return out
         results: list[Tensor] = []
         if not func._schema.is_mutable:
-            results = list(list_tensors(out))
+            results = [each for each in pytree.tree_leaves(out) if isinstance(each, Tensor)]
         self.calls.append((func, detach(args), detach(kwargs), detach(results)))
         return out
 
@@ -58,7 +58,8 @@ class Tape(OperatorMode):
         for func, args, kwargs, results in self.calls:
             again = func(*args, **kwargs)
             if results:
-                for old, new in zip(results, list_tensors(again), strict=True):
+                made = [each for each in pytree.tree_leaves(again) if isinstance(each, Tensor)]
+                for old, new in zip(results, made, strict=True):
                     old.copy_(new)
 
 

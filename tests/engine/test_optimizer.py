@@ -55,7 +55,7 @@ def test_adamw_is_given_no_empty_shard() -> None:
     spec = ParameterSpec((2, 3), Init.NORMAL, decays=True)
     masters.insert(0, MasterParameter("empty", spec, (2, 0), empty, empty))
     optimizer = AdamW(masters, OptimizerConfig(weight_decay=0.1))
-    given = [weight for group in optimizer._optimizer.param_groups for weight in group["params"]]
+    given = [weight for group in optimizer._groups for weight in group["params"]]
     assert [weight.shape for weight in given] == [(5, 3), (5,)]
     for master in masters:
         master.weight.grad = torch.ones_like(master.weight)

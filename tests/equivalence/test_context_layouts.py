@@ -15,6 +15,7 @@ import pytest
 import torch
 from equivalence.test_reshape import select
 from process_pool import ProcessPool, succeed
+from suites import by_suite
 
 from megatron.run.start.launch import read_launch
 
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from megatron.run.run import Run
 
 BOUND = 1e-5
-STEPS = 10
+# The sizes of batches and the lengths change in the fifth step at the latest.
+STEPS = by_suite(5, 10)
 LENGTH = 96
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "openwebtext-100"
 SIZES = (

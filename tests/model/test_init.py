@@ -11,6 +11,7 @@ from model.builders import VOCAB, build, tiny_config
 from megatron.model import init
 from megatron.model.gpt import GPT
 from megatron.model.init import draw_normal_slice, initialise
+from megatron.model.layer_parts import list_layer_parameters
 from megatron.model.partition import Stage
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
@@ -96,6 +97,22 @@ def test_each_parameter_has_the_kind_of_its_row_in_the_table(shape: str) -> None
         # Both ends of a tied embedding must start from the same values.
         if spec.copy_of is not None:
             assert spec.init is specs[spec.copy_of].init
+
+
+MIXTURE = {
+    "num_experts": 4,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_shared_expert_gate": True,
+}
+
+
+@pytest.mark.parametrize("changes", [*SHAPES.values(), MIXTURE])
+def test_each_parameter_of_a_layer_is_that_of_its_rows(changes: dict[str, Any]) -> None:
+    shape = ModelShape(tiny_config(**changes), VOCAB, 128)
+    listed = list_layer_parameters(shape, shape.describe_layer(0))
+    with torch.device("meta"):
+        block = GPT(shape, TensorParallel()).get_blocks()[0]
+    assert {name: p.spec for name, p in block.named_parameters()} == listed  # type: ignore[attr-defined]
 
 
 def test_each_row_of_the_table_is_used_and_says_what_its_kind_is() -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from planner.published import Compared, compare_expert_rows, format_table, read_rows
-from planner.test_published import check_page
+from planner.published import Compared, compare_expert_rows, list_cells, read_rows
+from planner.test_published import check_table
 from shared_data import shared_dir
 
 from megatron.commands import plan as plan_tool
@@ -177,7 +177,7 @@ def published() -> list[Compared]:
 
 def test_the_page_has_the_runs_with_experts(published: list[Compared]) -> None:
     assert len(published) == 3
-    check_page("experts", f"{format_table(published)}\n")
+    check_table("experts", list_cells(published))
 
 
 def test_errors_of_runs_with_experts(published: list[Compared]) -> None:

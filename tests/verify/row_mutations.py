@@ -40,6 +40,30 @@ def start_xielu_at_one() -> None:
     ACTIVATIONS.rows["xielu"] = changed  # type: ignore[index]
 
 
+def change_attention(name: str, change: Callable[..., Any]) -> Callable[[], None]:
+    """Return a mutation that changes a spec of the attention's row, from it and the rank."""
+
+    def apply() -> None:
+        from megatron.model.layer_parts import ATTENTIONS
+
+        row: Any = ATTENTIONS.rows["dot_product"]
+
+        def list_parameters(shape: Any, tensor_size: int, rank: int) -> dict[str, Any]:
+            specs: dict[str, Any] = row.list_parameters(shape, tensor_size, rank)
+            if name in specs and tensor_size > 1:
+                specs[name] = change(specs[name], rank)
+            return specs
+
+        changed = replace(row, list_parameters=list_parameters)
+        ATTENTIONS.rows["dot_product"] = changed  # type: ignore[index]
+
+    return apply
+
+
+def take_rows_of_first_rank(spec: Any, rank: int) -> Any:
+    return replace(spec, pieces=tuple(replace(piece, start=0) for piece in spec.pieces))
+
+
 ROW_MUTATIONS = [
     Mutation(
         "a row says that weight decay applies to a norm",
@@ -56,5 +80,22 @@ ROW_MUTATIONS = [
         2,
         start_xielu_at_one,
         "initial weights",
+    ),
+    Mutation(
+        "a row gives all ranks the same rows of a matrix",
+        "none",
+        f"{NO_DROPOUT} --num-query-groups 1 {TP}",
+        2,
+        change_attention("qkv.weight", take_rows_of_first_rank),
+        "loss",
+    ),
+    Mutation(
+        "a row says that a rank has all of a matrix's rows and some of its columns",
+        "none",
+        f"{NO_DROPOUT} --num-query-groups 4 {TP}",
+        2,
+        change_attention("qkv.weight", lambda spec, rank: replace(spec, shard_dim=1)),
+        # The product does not fit its input, so no step is compared.
+        "a launch ended with an error",
     ),
 ]

@@ -26,10 +26,9 @@ from megatron.extras.planner.cost.parameters import reduces_each_microbatch
 from megatron.extras.planner.cost.search import SearchSpace
 from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
 from megatron.extras.step.float8.recipe import ROWWISE, list_float8_layers
-from megatron.plan.graph_choice import runs_eager_passes
-from megatron.plan.kernel_choice import CPU, KernelDevice, choose_kernels
+from megatron.plan.kernel_choice import CPU, KernelDevice, choose_kernels, runs_eager_passes
 from megatron.plan.run_plan import Plan
-from megatron.tokenizer import compute_padded_vocab_size
+from megatron.tokenizer.vocabulary import compute_padded_vocab_size
 
 _CPU_OVERHEAD = Overhead(fixed_gib=0.4)
 """Python and the libraries of a process without a GPU."""

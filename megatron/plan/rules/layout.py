@@ -4,13 +4,12 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from megatron.base.plain_text import format_alternatives
-from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.fields import ConfigWithOrigin
 from megatron.config.optimizer import OPTIMIZERS
 from megatron.config.parallel import STRATEGY_STAGES
 from megatron.config.recompute import OPERATORS
 from megatron.model.shape import ModelShape
-from megatron.plan.rules.contexts import PlanContext
-from megatron.plan.rules.finding import Finding, error, warning
+from megatron.plan.rules.finding import Finding, PlanContext, error, warning
 from megatron.schedule.pipeline_schedule import PipelineSchedule, choose_schedule
 
 _IDLE_WORTH_WARNING = 1 / 3

@@ -11,10 +11,8 @@ skipped ranges.
 The defaults, and what may be combined, follow Megatron-LM and Megatron-DeepSpeed.
 """
 
-from megatron.config.config_with_origin import ConfigWithOrigin
-from megatron.config.fields import all_fields
+from megatron.config.fields import ConfigWithOrigin, all_fields
 from megatron.config.optimizer import OPTIMIZERS
-from megatron.config.profiling import find_requesting_field
 from megatron.model.layer_parts import ACTIVATIONS, NORMS
 from megatron.plan.rules import (
     batch,
@@ -29,17 +27,19 @@ from megatron.plan.rules import (
     resume,
     training,
 )
-from megatron.plan.rules.contexts import PlanContext, ResumeContext
-from megatron.plan.rules.declared import (
+from megatron.plan.rules.finding import (
     Forbids,
     OneOf,
+    PlanContext,
+    ResumeContext,
+    Rule,
+    error,
     if_given,
     needs,
     no_effect,
     no_effect_unless,
     no_effect_without,
 )
-from megatron.plan.rules.finding import Rule, error
 
 _SAVE = "checkpoint.save"
 _SCALING = "model.rope_scaling"
@@ -319,7 +319,7 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     no_effect_without("logging.memory_snapshot", "", "logging.memory_snapshot_iterations"),
     no_effect(
         "without --profile-iterations or --memory-snapshot",
-        lambda config: find_requesting_field(config) is None,
+        lambda config: config.logging.profiling_field is None,
         *("logging.profile_ranks", "logging.profile_dir"),
     ),
     no_effect_without(

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 
-from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.fields import ConfigWithOrigin
 from megatron.config.layer_choice import choose_layers
 from megatron.config.model import DROPOUT_STEPS
 from megatron.model.layer_parts import NORMS, get_activation
 from megatron.model.shape import ModelShape
-from megatron.plan.rules.contexts import PlanContext
-from megatron.plan.rules.finding import Finding, error, warning
+from megatron.plan.rules.finding import Finding, PlanContext, error, warning
 
 LAYER_CHOICES = ("model.no_rope_layers", "model.full_attention_layers")
 """Fields that choose layers."""

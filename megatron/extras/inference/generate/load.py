@@ -18,7 +18,7 @@ from megatron.base.errors import ConfigError, LayoutError
 from megatron.checkpoint.finite import describe_not_finite, refuse_not_finite
 from megatron.checkpoint.folder import locate_checkpoint
 from megatron.checkpoint.load import Checkpoint
-from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.fields import ConfigWithOrigin
 from megatron.config.parallel import ParallelConfig
 from megatron.config.tree import Config
 from megatron.extras.inference.generate.staged_model import StagedModel
@@ -36,7 +36,7 @@ from megatron.parallel.rendezvous import build_control_group, choose_device, sta
 from megatron.parallel.shard import TensorShard
 from megatron.plan.rules.finding import list_errors
 from megatron.plan.rules.layout import check_tensor_parallel
-from megatron.tokenizer import compute_padded_vocab_size
+from megatron.tokenizer.vocabulary import compute_padded_vocab_size
 
 
 def load_model(

@@ -7,7 +7,7 @@ such a folder is run.
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from megatron.base.outside_file import SETTINGS_BYTES, check_regular, load_json
 from megatron.extras.interop.convert import mxfp4
 from megatron.extras.interop.convert.architectures import Architecture
 from megatron.extras.interop.convert.expert_fields import ExpertNames, ExpertPart
-from megatron.extras.interop.convert.tensors import refuse_problems
+from megatron.extras.interop.convert.tensors import divide_by_size, refuse_problems
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -265,28 +265,39 @@ def match_names(
     described = [found.describe_problem(name, expected[key]) for key, name in names.items()]
     problems = [problem for problem in described if problem is not None]
     known = set(names.values())
-    for name in sorted(found.shapes.keys() - known):
-        if any(re.fullmatch(pattern, name) for pattern in architecture.not_stored):
-            continue
-        if name == _get_head_name(architecture) and _is_equal_to_embedding(architecture, found):
-            continue
-        if _is_constant(architecture, name):
-            continue
-        problems.append(f"{name} is not known: its part of the model is not supported")
+    for name in list_other_names(architecture, found.shapes, known, found.read):
+        if not _is_constant(architecture, name):
+            problems.append(f"{name} is not known: its part of the model is not supported")
     refuse_problems(problems, "config.json")
     return names
 
 
-def _get_head_name(architecture: Architecture) -> str:
-    return f"{architecture.modules['head']}.weight"
+def list_other_names(
+    architecture: Architecture,
+    stored: Collection[str],
+    known: Collection[str],
+    read: Callable[[str], Tensor],
+) -> list[str]:
+    """Return the stored tensors that are no part of a model, sorted by name.
 
+    A table that needs no storing is left out, and so is a tied head that equals the word embedding.
 
-def _is_equal_to_embedding(architecture: Architecture, found: HfTensors) -> bool:
-    """Return whether the output matrix, which is tied, equals the word embedding."""
-    embedding = f"{architecture.modules['embedding.word']}.weight"
-    if embedding not in found.shapes:
-        return False
-    return torch.equal(found.read(embedding), found.read(_get_head_name(architecture)))
+    Args:
+        architecture: The names of the model.
+        stored: Names of all stored tensors.
+        known: Names of the model's tensors.
+        read: Returns a stored tensor.
+    """
+    head = f"{architecture.modules['head']}.weight"
+    word = f"{architecture.modules['embedding.word']}.weight"
+    others = []
+    for name in sorted(set(stored) - set(known)):
+        if any(re.fullmatch(pattern, name) for pattern in architecture.not_stored):
+            continue
+        if name == head and word in stored and torch.equal(read(head), read(word)):
+            continue
+        others.append(name)
+    return others
 
 
 def _is_constant(architecture: Architecture, name: str) -> bool:
@@ -316,7 +327,7 @@ def write_tensors(
         OSError: a file cannot be written.
     """
     sizes = {name: dtype.itemsize * math.prod(shape) for name, shape in shapes.items()}
-    shards = _divide(sizes, shard_bytes)
+    shards = list(divide_by_size(sizes.items(), shard_bytes))
     iterator = iter(tensors)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
@@ -359,16 +370,3 @@ def _write_file(
             assert tensor.shape == shape, f"{name} has the shape {tensor.shape}"
             assert tensor.dtype == dtype, f"{name} is {tensor.dtype}"
             file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _divide(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
-    """Divide names into shards of at most `shard_bytes`, in their order."""
-    shards: list[list[str]] = [[]]
-    used = 0
-    for name, size in sizes.items():
-        if shards[-1] and used + size > shard_bytes:
-            shards.append([])
-            used = 0
-        shards[-1].append(name)
-        used += size
-    return shards

@@ -115,12 +115,10 @@ def verify(folder: Path) -> Verification:
         damage.append(Damage(INDEX, f"{MANIFEST} does not name it"))
     index = _read_index_if_valid(folder, manifest)
     optimizer = None
-    if manifest.optimizer is not None:
+    if manifest.optimizer is not None and index is not None:
         optimizer = _find_optimizer(folder, manifest)
         if optimizer is None:
-            notes.append(
-                f"without a {CONFIG} of this version, it is not known which states it needs"
-            )
+            notes.append(f"{CONFIG} cannot be read, so it is not known which states must exist")
     # The digest and the count of NaN use the same bytes, so that no file is read twice.
     counter = FiniteCounter(index)
     with tqdm(

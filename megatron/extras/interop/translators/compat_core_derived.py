@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.config.layer_choice import describe_layers, find_expert_layers
-from megatron.extras.interop.translators.compat_values import Computed, Derivation, FlagValues
+from megatron.extras.interop.translators.compat import Computed, Derivation, FlagValues
 
 _CLAMPED = {"--quick-geglu": None, "--glu-linear-offset": 1.0, "--activation-func-clamp-value": 7.0}
 """The flags that together are clamped SwiGLU -> the value that each must have."""

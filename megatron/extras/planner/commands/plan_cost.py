@@ -12,10 +12,10 @@ from typing import Any
 
 from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError
+from megatron.base.plain_text import is_url
 from megatron.config.kernels import KernelsConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.tree import Config
-from megatron.config.url import is_url
 from megatron.extras.object_store.objects import PART
 from megatron.extras.planner.cost.float8 import list_linears
 from megatron.extras.planner.cost.goodput import (
@@ -35,7 +35,7 @@ from megatron.extras.planner.prediction import can_be_predicted, predict_plan
 from megatron.extras.step.float8.recipe import MULTIPLE, fits_float8, list_float8_layers
 from megatron.model.layer_parts import get_activation
 from megatron.plan.run_plan import Plan
-from megatron.run.host_memory import count_checkpoint_bytes
+from megatron.run.start.launch import count_checkpoint_bytes
 
 FLOAT8_ROUNDING = "float8: rounding"
 FLOAT8_SCALES = "float8: messages"

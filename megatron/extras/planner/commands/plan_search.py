@@ -8,8 +8,7 @@ from typing import Any
 
 from megatron.base.errors import ConfigError
 from megatron.base.plain_text import format_count
-from megatron.config.config_with_origin import ConfigWithOrigin
-from megatron.config.fields import all_fields, flatten
+from megatron.config.fields import ConfigWithOrigin, all_fields, flatten
 from megatron.extras.planner.commands.plan_cost import (
     EXPERT_MESSAGES,
     FLOAT8_ROUNDING,

@@ -18,7 +18,7 @@ from typing import Any, get_origin, get_type_hints
 
 from megatron.base.errors import ConfigError
 from megatron.base.plain_text import format_some, make_plain
-from megatron.console.double_dash import split_at_double_dash
+from megatron.console.parse import split_at_double_dash
 from megatron.extras.interop.translators.launch_script import (
     SCRIPT_SUFFIXES,
     LaunchScript,

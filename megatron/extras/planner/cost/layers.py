@@ -99,11 +99,6 @@ _EXPOSED = 0.43
 _PADDED = 8
 """Sizes of products are padded to multiples of this."""
 
-# Kernels of a layer apart from those of its attention core. They only matter where there is a time
-# between kernels.
-_KERNELS = 40
-_CORE_KERNELS = 8
-
 
 @dataclass(frozen=True)
 class _Accesses:
@@ -202,32 +197,10 @@ class LayerTimes:
         layer = self.estimate_layer(window)
         if self._layout.recompute == "full":
             return Passes(layer.forward, layer.backward + layer.forward)
-        # A flash kernel computes scores again in any case, which its backward pass contains. This
-        # trainer runs the kernel once more even so.
-        again = self._software.counts_tensors or not self._software.flash
-        if self._layout.recompute == "selective" and again:
+        if self._layout.recompute == "selective":
             core = self._estimate_core(window)
             return Passes(layer.forward, layer.backward + core.forward)
-        if self._layout.recompute == "operators":
-            return Passes(layer.forward, layer.backward + self._estimate_operators())
         return layer
-
-    def _estimate_operators(self) -> Seconds:
-        """Estimate the recomputation of a layer that keeps every second matrix product.
-
-        A layer has products for query, key, value, output, gate, up and down, in this order. The
-        first, third, fifth and seventh are kept, and so is the attention.
-        """
-        h = self._shape.config.hidden_size
-        again = [self._make_gemm(self._k, h), self._make_gemm(h, self._q)]
-        if self._gated:
-            again.append(self._make_gemm(self._f, h))
-        if self._in_float8:
-            again = [_put_into_float8(each, exact=False) for each in again]
-        # What was rounded is not kept.
-        rounded = Seconds(rounding=self._estimate_float8().forward.rounding)
-        products = Seconds(gemm=self._time_gemms(again))
-        return products + rounded + self._estimate_pointwise().forward
 
     def estimate_embedding(self) -> Passes:
         """Estimate the embedding: a lookup, and a scattered sum in the backward pass."""
@@ -253,7 +226,7 @@ class LayerTimes:
         backward = Seconds(gemm=self._time_gemms(product.derive_backward()), pointwise=loss / 2)
         if self._layout.tensor > 1:
             reduced = self._time_collective(self._value * self._tokens * h, passes=2)
-            backward += Seconds(tensor=reduced * (1 - self._software.hidden_tensor))
+            backward += Seconds(tensor=reduced)
         return Passes(forward, backward)
 
     def _time_gemms(self, products: Sequence[Gemm]) -> float:
@@ -324,7 +297,7 @@ class LayerTimes:
     def _estimate_projections(self) -> Passes:
         products = self._list_projections()
         gradients = [each for product in products for each in self._derive_backward(product)]
-        forward = Seconds(gemm=self._time_gemms(products), gaps=self._wait(_KERNELS))
+        forward = Seconds(gemm=self._time_gemms(products))
         # Without a product that adds to the fp32 sum by itself, the addition reads and writes the
         # gradients once more.
         accumulated = 0.0
@@ -333,16 +306,7 @@ class LayerTimes:
             # A product hides a part of what it reads and writes for a sum in fp32.
             exposed = _EXPOSED * max(0.0, self._gradient_bytes - self._value)
             accumulated = estimate_memory_seconds(exposed * elements, self._hardware)
-        if self._software.accumulation_bytes:
-            accumulated = estimate_memory_seconds(
-                self._software.accumulation_bytes * elements, self._hardware, 4
-            )
-        backward = Seconds(
-            gemm=self._time_gemms(gradients),
-            pointwise=accumulated,
-            gaps=self._wait(2 * _KERNELS),
-        )
-        return Passes(forward, backward)
+        return Passes(forward, Seconds(gemm=self._time_gemms(gradients), pointwise=accumulated))
 
     def _estimate_core(self, window: int | None) -> Passes:
         """Estimate the scores, the softmax and the sum of values."""
@@ -355,8 +319,7 @@ class LayerTimes:
         keys = min(self._length, window or self._length)
         seen = keys - keys * keys / (2 * self._length)
         bias = 0.0
-        own = self._software.counts_tensors
-        if self._has_bias(window) and (kernel == "efficient" or own):
+        if self._has_bias(window):
             # A bias may have any values, so the kernel computes the complete square, and reads the
             # bias once for each sample.
             seen = self._length
@@ -373,10 +336,7 @@ class LayerTimes:
         )
         # Two products forward, five backward, which run at a lower share of the peak.
         backward = 2.5 * forward * _FLASH_BACKWARD
-        return Passes(
-            Seconds(attention=forward + bias, gaps=self._wait(1)),
-            Seconds(attention=backward + bias, gaps=self._wait(2)),
-        )
+        return Passes(Seconds(attention=forward + bias), Seconds(attention=backward + bias))
 
     def _has_bias(self, window: int | None) -> bool:
         """Return whether a bias is added to the logits of a layer with this window."""
@@ -385,19 +345,14 @@ class LayerTimes:
 
     def _choose_kernel(self, window: int | None) -> Kernel:
         """Return the attention kernel of a layer with this window."""
-        if self._software.counts_tensors:
-            windowed = window is not None and window < self._length
-            return choose_kernel(
-                self._shape,
-                half=self._software.half,
-                flash=self._software.flash,
-                windowed=windowed,
-                cudnn=self._software.cudnn,
-                in_blocks=self._software.attends_in_blocks,
-            )
-        if self._software.flash:
-            return "flash"
-        return "none"
+        return choose_kernel(
+            self._shape,
+            half=self._software.half,
+            flash=self._software.flash,
+            windowed=window is not None and window < self._length,
+            cudnn=self._software.cudnn,
+            in_blocks=self._software.attends_in_blocks,
+        )
 
     def _estimate_scores(self, heads: int, width: int) -> Passes:
         """Estimate attention without a fused kernel, on this rank's heads of this width."""
@@ -421,50 +376,16 @@ class LayerTimes:
         return Passes(
             Seconds(
                 attention=self._time_gemms([scores, values])
-                + estimate_memory_seconds(traffic, self._hardware, 2),
-                gaps=self._wait(_CORE_KERNELS),
+                + estimate_memory_seconds(traffic, self._hardware, 2)
             ),
             Seconds(
                 attention=self._time_gemms(gradients)
-                + estimate_memory_seconds(traffic_backward, self._hardware, 2),
-                gaps=self._wait(2 * _CORE_KERNELS),
+                + estimate_memory_seconds(traffic_backward, self._hardware, 2)
             ),
         )
 
     def _estimate_pointwise(self) -> Passes:
-        """Estimate norms, residual sums, activation functions and copies by their traffic."""
-        if self._software.counts_tensors:
-            return self._estimate_own_pointwise()
-        config = self._shape.config
-        h = config.hidden_size
-        sharing = self._layout.tensor if self._layout.sequence_parallel else 1
-        mask = h / self._value if self._software.dropout else 0
-        # Forward: two norms (read, write) and two sums with the residual stream (2 reads, write).
-        # Backward: norms read three tensors and write one, and read two for their weights.
-        replicated = (10 * h + 2 * mask) / sharing
-        replicated_backward = (18 * h + 2 * mask) / sharing
-        activation = self._mlp_in + self._f
-        activation_backward = 2 * self._mlp_in + self._f
-        # Queries, keys and values are copied to the order that the kernel needs.
-        copies = 2 * (self._q + self._k)
-        if config.position_embedding_type == "rotary":
-            # The rotation reads and writes queries and keys once more.
-            copies *= 2
-        # The gradient of a bias is a sum over all tokens.
-        if self._shape.has_mlp_bias:
-            activation_backward += self._mlp_in + h
-        if self._shape.has_attention_bias:
-            activation_backward += self._q + h
-        scale = self._software.pointwise * self._value * self._tokens
-        forward = scale * (replicated + activation + copies)
-        backward = scale * (replicated_backward + activation_backward + copies)
-        return Passes(
-            Seconds(pointwise=estimate_memory_seconds(forward, self._hardware, 7)),
-            Seconds(pointwise=estimate_memory_seconds(backward, self._hardware, 12)),
-        )
-
-    def _estimate_own_pointwise(self) -> Passes:
-        """Estimate the same for this trainer, by the bytes of its kernels.
+        """Estimate norms, residual sums, activation functions and copies by the bytes of kernels.
 
         `benchmarks/bytes_per_operator.py` counts them. Numbers are values that are read or written
         for a token in both passes.
@@ -518,48 +439,34 @@ class LayerTimes:
         """Estimate the collectives of a layer: two all-reduces in each pass.
 
         With sequence parallelism each is a reduce-scatter and an all-gather of the same bytes, and
-        the backward pass gathers two inputs again. These are ten messages. This trainer sends the
-        four at the entries of the backward pass during matrix products, and without sequence
-        parallelism both all-reduces.
+        the backward pass gathers two inputs again. These are ten messages. The four at the entries
+        of the backward pass are sent during matrix products, and without sequence parallelism both
+        all-reduces.
         """
-        forward = 0.0
-        backward = 0.0
-        h = self._shape.config.hidden_size
-        if self._layout.tensor > 1:
-            reduced = self._time_collective(self._value * self._tokens * h, passes=2)
-            forward += 2 * reduced
-            if self._software.overlaps_entries:
-                backward += self._estimate_entries()
-            else:
-                backward += 2 * reduced
-            if self._layout.sequence_parallel:
-                backward += 2 * self._time_collective(self._value * self._tokens * h, passes=1)
-                float8 = self._software.float8
-                if float8 is not None and float8.gathers_rounded:
-                    # Two of the four messages of a pass have one byte for each element.
-                    once = self._time_collective(self._value * self._tokens * h, passes=1)
-                    gathered = self._time_collective(self._tokens * h, passes=1)
-                    forward = backward = 2 * once + 2 * gathered
-        # What overlaps costs nothing here. Its contention is part of the fitted shares.
-        waiting = 1 - self._software.hidden_tensor
-        return Passes(Seconds(tensor=forward * waiting), Seconds(tensor=backward * waiting))
+        if self._layout.tensor == 1:
+            return Passes(Seconds(), Seconds())
+        size = self._value * self._tokens * self._shape.config.hidden_size
+        backward = self._estimate_entries()
+        if self._layout.sequence_parallel:
+            backward += 2 * self._time_collective(size, passes=1)
+        return Passes(
+            Seconds(tensor=2 * self._time_collective(size, passes=2)), Seconds(tensor=backward)
+        )
 
     def _estimate_context_parallel(self, core: Passes) -> Passes:
         """Estimate the messages of a layer between context-parallel ranks.
 
-        This trainer sends half of the keys, and half of their gradients, while attention of the
-        early part is computed. On the first rank this part is shortest, and other ranks wait for
-        that rank.
+        Half of the keys, and half of their gradients, are sent while attention of the early part is
+        computed. On the first rank this part is shortest, and other ranks wait for that rank.
 
         Args:
             core: The times of the attention core for both parts.
         """
         size = self._layout.context
         sent = self.count_context_bytes()
-        overlaps = self._software.overlaps_entries and not self._layout.exchange_heads
-        once = self._time_context_message(sent) * (1 - self._software.hidden_tensor)
-        forward = backward = once
-        if overlaps:
+        if self._layout.exchange_heads:
+            forward = backward = self._time_context_message(sent)
+        else:
             half = self._time_context_message(sent / 2)
             # A causal sequence of 2c parts has 4c^2 units of work if the first part has one. A rank
             # has 4c of them.
@@ -567,11 +474,8 @@ class LayerTimes:
                 half + estimate_added_seconds(half, each / (4 * size), self._software.contention)
                 for each in (core.forward.attention, core.backward.attention)
             )
-        # The gradients are reduced. Other trainers gather again. This one does so in a
-        # recomputation only.
-        if not self._software.counts_tensors:
-            backward += once
-        elif self._layout.recompute == "selective":
+        # The gradients are reduced. Only a recomputation gathers again.
+        if self._layout.recompute == "selective":
             backward += forward
         return Passes(Seconds(tensor=forward), Seconds(tensor=backward))
 
@@ -616,9 +520,6 @@ class LayerTimes:
 
     def _time_collective(self, size: float, passes: int) -> float:
         return estimate_collective_seconds(size, self._layout.tensor, self._hardware, passes=passes)
-
-    def _wait(self, kernels: int) -> float:
-        return kernels * self._software.kernel_gap
 
 
 def estimate_rounding_seconds(rounding: Rounding, hardware: Hardware) -> float:
@@ -679,14 +580,13 @@ class MixtureTimes(LayerTimes):
         if self._layout.tensor == 1:
             return Passes(Seconds(), Seconds())
         size = self._value * self._tokens * self._shape.config.hidden_size
-        waiting = 1 - self._software.hidden_tensor
         # Attention has an all-reduce in each pass, or two messages of the same bytes. The shared
         # expert has as many.
         halves = 2 if self._f else 1
         forward = halves * self._time_collective(size, passes=2)
         if not self._layout.sequence_parallel:
             forward += self._time_collective(size, passes=1)
-        return Passes(Seconds(tensor=forward * waiting), Seconds(tensor=forward * waiting))
+        return Passes(Seconds(tensor=forward), Seconds(tensor=forward))
 
     def _estimate_experts(self) -> Passes:
         """Estimate the router, the messages and the products of the experts."""
@@ -711,18 +611,16 @@ class MixtureTimes(LayerTimes):
             estimate_memory_seconds(share * traffic, self._hardware, kernels)
             for share, kernels in ((1 / 3, _ROUTER_KERNELS), (2 / 3, _ROUTER_KERNELS // 2))
         )
-        size = count_message_bytes(self._shape, layout, self._value, self._length)
-        if self._software.sends_token_once:
-            ranks = layout.expert or 1
-            # Of a token's k experts, some are on the same rank.
-            k = config.moe_router_topk
-            size *= ranks / k * (1 - (1 - 1 / ranks) ** k)
+        size = self._count_message_bytes()
         # There and back in each pass.
         messages = 2 * estimate_all_to_all_seconds(size, layout.expert or 1, self._hardware)
         return Passes(
             Seconds(gemm=self._time_products(products), pointwise=forward, experts=messages),
             Seconds(gemm=self._time_products(gradients), pointwise=backward, experts=messages),
         )
+
+    def _count_message_bytes(self) -> float:
+        return count_message_bytes(self._shape, self._layout, self._value, self._length)
 
     def _time_products(self, products: list[Gemm]) -> float:
         """Return the seconds of products in which each expert has a matrix of its own."""
@@ -734,3 +632,7 @@ class MixtureTimes(LayerTimes):
             * estimate_gemm_seconds(Gemm(each.m, each.n, each.k, 1, each.value), self._hardware)
             for each in products
         )
+
+
+LAYER_TIMES: Table[type[LayerTimes]] = Table("MLP", {"dense": LayerTimes, "experts": MixtureTimes})
+"""Kind of MLP -> the times of a layer with it."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
+from megatron.config.model import MLPKind
 from megatron.config.table import Absent, Table
 from megatron.extras.planner.cost.communication import (
     Collectives,
@@ -26,8 +27,7 @@ from megatron.extras.planner.cost.float8 import (
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.kernels import estimate_memory_seconds
 from megatron.extras.planner.cost.layers import (
-    LayerTimes,
-    MixtureTimes,
+    LAYER_TIMES,
     Passes,
     Seconds,
     estimate_rounding_seconds,
@@ -355,13 +355,13 @@ class StepPrediction:
         return self.job.tokens / self.seconds / self.job.layout.ranks
 
 
-_Kind = tuple[int | None, bool]
-"""Attention window of a layer, and whether it has experts."""
+_Kind = tuple[int | None, MLPKind]
+"""Attention window of a layer, and its kind of MLP."""
 
 
 def _find_kind(shape: ModelShape, layer: int) -> _Kind:
     described = shape.describe_layer(layer)
-    return described.window, described.experts
+    return described.window, described.mlp
 
 
 @dataclass(frozen=True)
@@ -388,12 +388,13 @@ def _estimate_parts(
 ) -> _Parts:
     """Return the times of the parts of a model. Many layouts of a search have the same parts."""
     arguments = (shape, layout, software, hardware, seq_length, gradient_bytes, microbatches)
-    times = LayerTimes(*arguments)
+    classes = dict(LAYER_TIMES.list_rows()) | dict(software.times)
+    times = classes["dense"](*arguments)
     kinds = {_find_kind(shape, index) for index in range(shape.config.num_layers)}
     plain, again = {}, {}
     for kind in kinds:
-        window, experts = kind
-        of_kind = MixtureTimes(*arguments) if experts else times
+        window, mlp = kind
+        of_kind = classes[mlp](*arguments)
         plain[kind] = of_kind.estimate_layer(window)
         again[kind] = of_kind.estimate_recomputed_layer(window)
     return _Parts(plain, again, times.estimate_embedding(), times.estimate_output())

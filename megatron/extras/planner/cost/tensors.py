@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
+from megatron.config.model import MLPKind
+from megatron.config.table import Table
 from megatron.extras.planner.cost.layout import RankLayout, Software
 from megatron.extras.planner.cost.parameters import count_rows
 from megatron.model.layer_parts import NORMS, get_activation
@@ -107,7 +109,7 @@ def measure_tensors(
     holds: bool,
     holds_outside: bool | None = None,
     windowed: bool = False,
-    experts: bool = False,
+    mlp: MLPKind = "dense",
 ) -> TensorSizes:
     """Return the sizes of the tensors of one microbatch.
 
@@ -118,7 +120,7 @@ def measure_tensors(
         holds: Whether FSDP2 holds gradients as autograd computes them until the end of a layer.
         holds_outside: The same for parameters outside of layers. Default: as in layers.
         windowed: Whether the layer has a sliding window that is shorter than the sequence.
-        experts: Whether the layer has experts.
+        mlp: The kind of MLP.
     """
     # Only these fields matter, so many layouts of a search have the same sizes.
     key = RankLayout(
@@ -132,12 +134,12 @@ def measure_tensors(
         zero_stage=layout.zero_stage,
         partition_inputs=layout.partition_inputs,
         host_inputs=layout.host_inputs,
-        expert=layout.expert if experts else None,
+        expert=layout.expert if mlp == "experts" else None,
         imbalance=layout.imbalance,
     )
     if holds_outside is None:
         holds_outside = holds
-    return _measure(shape, key, software, holds, holds_outside, windowed, experts)
+    return _measure(shape, key, software, holds, holds_outside, windowed, mlp)
 
 
 @lru_cache(maxsize=4096)
@@ -148,9 +150,9 @@ def _measure(
     holds: bool,
     holds_outside: bool,
     windowed: bool,
-    experts: bool,
+    mlp: MLPKind,
 ) -> TensorSizes:
-    kind = _MixtureTensors if experts else _Tensors
+    kind = _KINDS.require(mlp)
     tensors = kind(shape, layout, software, holds, holds_outside, windowed)
     first = kind(shape, layout, software, holds, holds_outside, windowed, starts=True)
     return TensorSizes(
@@ -877,3 +879,7 @@ class _MixtureTensors(_Tensors):
         if self._shared_inner:
             yield 0.0, self.whole + self._entered
         yield 0.0, dropped
+
+
+_KINDS: Table[type[_Tensors]] = Table("MLP", {"dense": _Tensors, "experts": _MixtureTensors})
+"""Kind of MLP -> the tensors of a layer with it."""

@@ -17,9 +17,9 @@ from megatron.base.plain_text import print_to_stderr
 from megatron.extras.planner.dry_run.cuda_guard import build_guard, load_guard
 from megatron.extras.planner.dry_run.record import find_line_of_error
 from megatron.parallel.grid import GridCoordinate
+from megatron.parallel.launcher import die_with_parent
 from megatron.plan.kernel_choice import KernelDevice, apply_kernel_choice, choose_kernels
 from megatron.plan.run_plan import Plan
-from megatron.run.start.orphans import die_with_parent
 from megatron.schedule.pipeline_schedule import choose_schedule
 
 _FAKE_GPU = KernelDevice("9.0")

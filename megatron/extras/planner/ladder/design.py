@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.base.errors import ConfigError
-from megatron.config.config_with_origin import LoadedConfig
-from megatron.config.fields import ValueWithOrigin, flatten
+from megatron.config.fields import LoadedConfig, ValueWithOrigin, flatten
 from megatron.config.normalise import read_argv
 from megatron.config.yaml_file import dump_fields
 from megatron.extras.interop.translators.translator import OtherTrainers, load_config

@@ -3,10 +3,12 @@
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 from spmd_types import SpmdTypeError
 
+from megatron.config.kernels import SWITCHES
 from megatron.extras.planner.dry_run.fake_rank import make_batch, name_groups, use_rank
 from megatron.extras.planner.dry_run.process import choose_fake_kernels, choose_microbatches
 from megatron.extras.planner.dry_run.record import find_line_of_error
@@ -27,16 +29,8 @@ from megatron.plan.run_plan import Plan
 
 def use_plain_operators(plan: Plan) -> Plan:
     """Return the plan without compilation, fused kernels and float8, which have no types."""
-    kernels = replace(
-        plan.config.kernels,
-        use_torch_compile=False,
-        gradient_accumulation_fusion=False,
-        rope_fusion=False,
-        bias_swiglu_fusion=False,
-        residual_norm_fusion=False,
-        cross_entropy_loss_fusion=False,
-        adamw_fusion=False,
-    )
+    off: dict[str, Any] = dict.fromkeys(("use_torch_compile", *SWITCHES), False)
+    kernels = replace(plan.config.kernels, **off)
     precision = replace(plan.config.precision, fp8_format=None)
     config = replace(plan.config, kernels=kernels, precision=precision)
     return choose_fake_kernels(replace(plan, config=config))

@@ -34,7 +34,7 @@ class Formula(ABC):
     kinds: ClassVar[tuple[str, ...]]
     """Its moments of each parameter."""
     averages: ClassVar[Mapping[str, str]]
-    """Moment that is an average m' = b m + (1 - b) g of gradients -> the setting with b.
+    """State that is an average m' = b m + (1 - b) g of gradients -> the setting with b.
 
     The comparison reads the gradients from them. Each parameter needs one.
     """

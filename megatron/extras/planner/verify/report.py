@@ -18,8 +18,7 @@ from megatron.base.code_version import get_code_version
 from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError, describe_os_error
 from megatron.base.outside_file import load_json
-from megatron.config.config_with_origin import ConfigWithOrigin
-from megatron.config.fields import all_fields, flatten
+from megatron.config.fields import ConfigWithOrigin, all_fields, flatten
 from megatron.config.tree import Config
 from megatron.plan.rules.finding import Finding, error
 from megatron.plan.run_plan import Plan

@@ -65,8 +65,8 @@ from megatron.model.gpt import EMBEDDING, INPUT_AND_OUTPUT
 from megatron.model.inputs import Inputs
 from megatron.parallel.collectives import all_gather_single
 from megatron.parallel.parameter_spec import ParameterSpec
+from megatron.parallel.rank_progress import TimeLimit
 from megatron.parallel.shard import ADAM_KINDS, Kind, TensorShard
-from megatron.parallel.time_limit import TimeLimit
 
 _LOGGING_KEYS = ("wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger")
 """Keys of DeepSpeed's JSON that request output in the log."""

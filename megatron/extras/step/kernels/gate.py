@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.config.model import GLU
 from megatron.config.table import Absent, Table
-from megatron.parallel.operators import make_operator
+from megatron.parallel.torch_private import make_operator
 
 
 @make_operator("apply_gate")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.config.table import Absent, Table
 from megatron.model.norm import Norm
-from megatron.parallel.operators import make_operator
+from megatron.parallel.torch_private import make_operator
 
 
 @make_operator("add_and_normalise")
