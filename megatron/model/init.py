@@ -5,6 +5,7 @@
 | embedding.word.weight         | TABLE         | N(0, sigma)                  |
 | embedding.position            | TABLE         | N(0, sigma)                  |
 | head.weight                   | TABLE         | N(0, sigma)                  |
+| blocks.*.attention.sink       | VECTOR        | N(0, sigma)                  |
 | blocks.*.attention.qkv.weight | NORMAL        | N(0, sigma)                  |
 | blocks.*.mlp.up.weight        | NORMAL        | N(0, sigma)                  |
 | blocks.*.mlp.gate.weight      | NORMAL        | N(0, sigma)                  |
