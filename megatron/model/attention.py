@@ -295,26 +295,32 @@ class SelfAttention(nn.Module):
             # Ranks share the heads, and a mask belongs to a head of the complete model.
             head = self.dropout.tp.rank * query.shape[1]
             drop = WeightDropout(self.dropout, dropout_key, head)
-        sink = self._get_sink(query)
         bias = self._select_bias(positions)
-        weighting = Weighting(bias, self.window, drop, sink, only_window=positions.bias is None)
+        # A cache hides empty slots by a bias of its own.
+        only_window = positions.bias is None and positions.cache is None
+        kernels = self.operators.sinks
+        weighting = Weighting(
+            bias, self.window, drop, self._get_sink(query), kernels, only_window=only_window
+        )
         # This function runs again in a recomputation, which must use the same kernel.
-        kernels = use_attention_kernels(self.kernels)
+        allowed = use_attention_kernels(self.kernels)
         # Generation and packed documents have complete sequences.
         if positions.context.size > 1:
-            with kernels:
+            with allowed:
                 return attend_in_context(
                     query, key, value, weighting, positions.documents, positions.context
                 )
-        # On CPUs, the kernel with a sink computes documents one by one.
-        if positions.packed is not None and (sink is None or query.is_cuda):
+        if positions.packed is not None and not self.has_sink:
             assert drop is None, "the kernel has no dropout"
-            return attend_packed(query, key, value, positions.packed, self.window, sink)
+            return attend_packed(query, key, value, positions.packed, self.window)
+        # The kernel that gets all documents at once needs a GPU.
+        if positions.packed is not None and kernels is not None and query.is_cuda:
+            return kernels.attend_packed(query, key, value, positions.packed, weighting)
         if positions.cache is not None:
             key, value = positions.cache.append(self.number, key, value)
-            if query.shape[2] < key.shape[2]:
-                return attend_with_new_token(query, key, value, bias, sink)
-        with kernels:
+            if query.shape[2] < key.shape[2] and not self.has_sink:
+                return attend_with_new_token(query, key, value, bias)
+        with allowed:
             if positions.documents is not None:
                 return attend_by_document(query, key, value, weighting, positions.documents)
             return attend(query, key, value, weighting)

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.model.dropout import WeightDropout
+from megatron.model.fused_operators import SinkAttention
 from megatron.model.inputs import Documents
 from megatron.model.loss import split_rows
-from megatron.model.sinks import attend_with_sink, has_sink_kernel, weigh_with_sink
 from megatron.parallel.context import Keys, exchange_heads, read_keys, return_heads
 from megatron.parallel.mesh import ContextParallel
 
@@ -37,13 +37,14 @@ class Weighting:
     drop: WeightDropout | None = None
     """Dropout of the weights, or None."""
     sink: Tensor | None = None
-    """The logit of each head that has no value, [n], or None. See `model/sinks.py`."""
+    """The logit of each head that has no value, [n], or None:
+    softmax([q k / sqrt(d), sink]) without the sink's column is the weight of a value."""
+    kernels: SinkAttention | None = None
+    """Kernels of attention with sinks. None: products and a softmax compute it."""
     only_window: bool = True
     """Whether the bias has nothing but the causal mask and the window."""
 
-    def cut(
-        self, sample: int, first_query: int, first_key: int, queries: int, keys: int
-    ) -> "Weighting":
+    def cut(self, sample: int, query: int, key: int, queries: int, keys: int) -> "Weighting":
         """Return the weighting of a part of the logits.
 
         A bias depends on distances only. So its lower right corner is that of the last queries and
@@ -51,15 +52,15 @@ class Weighting:
 
         Args:
             sample: Number of the first sample in the microbatch.
-            first_query: Position of the first query in its sample.
-            first_key: Position of the first key in its sample.
+            query: Position of the first query in its sample.
+            key: Position of the first key in its sample.
             queries: Number of queries.
             keys: Number of keys.
         """
         bias = self.bias
         if bias is not None:
             bias = bias[:, :, bias.shape[2] - queries :, bias.shape[3] - keys :]
-        drop = self.drop and replace(self.drop, sample=sample, query=first_query, key=first_key)
+        drop = self.drop and replace(self.drop, sample=sample, query=query, key=key)
         return replace(self, bias=bias, drop=drop)
 
     def take_heads(self, rank: int, heads: int) -> "Weighting":
@@ -85,14 +86,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> T
         value: Same shape.
         weighting: How the logits become weights.
     """
-    bias, drop, sink = weighting.bias, weighting.drop, weighting.sink
-    if drop is not None and (sink is not None or not drop.dropout.by_attention_kernel):
+    bias, drop = weighting.bias, weighting.drop
+    if drop is not None and not (weighting.sink is None and drop.dropout.by_attention_kernel):
         return _attend_with_mask(query, key, value, weighting)
-    if sink is not None:
-        only_window = bias is None or weighting.only_window
-        if has_sink_kernel(query, only_window=only_window):
-            return attend_with_sink(query, key, value, sink, bias, weighting.window)
-        return _attend_with_mask(query, key, value, weighting)
+    if weighting.sink is not None:
+        found = None
+        if weighting.kernels is not None:
+            found = weighting.kernels.attend(query, key, value, weighting)
+        return _attend_with_mask(query, key, value, weighting) if found is None else found
     queries, keys = query.shape[2], key.shape[2]
     # A bias includes the causal mask. The kernel does not accept a bias together with is_causal.
     mask = bias
@@ -270,21 +271,16 @@ def _attend_with_mask(query: Tensor, key: Tensor, value: Tensor, weighting: Weig
         seen = part.stop + before
         bias = weighting.bias
         own_bias = None if bias is None else bias[:, :, part, :seen]
-        arguments = query[:, :, part], key[:, :, :seen], value[:, :, :seen], own_bias
+        parts_of_block = query[:, :, part], key[:, :, :seen], value[:, :, :seen], own_bias
+        arguments = *parts_of_block, weighting.sink
         compute = partial(_attend_to_block, weighting.drop, part.start)
         if len(parts) > 1 and torch.is_grad_enabled():
             # A mask is a function of its place, so there is no random state to preserve.
             out.append(
-                checkpoint(
-                    compute,
-                    *arguments,
-                    weighting.sink,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                )
+                checkpoint(compute, *arguments, use_reentrant=False, preserve_rng_state=False)
             )
         else:
-            out.append(compute(*arguments, weighting.sink))
+            out.append(compute(*arguments))
     return torch.cat(out, dim=2) if len(out) > 1 else out[0]
 
 
@@ -313,6 +309,7 @@ def _attend_to_block(
     if sink is None:
         weights = logits.softmax(dim=3)
     else:
-        weights = weigh_with_sink(logits, sink)
+        column = sink.float().view(-1, 1, 1).expand(*logits.shape[:3], 1)
+        weights = torch.cat((logits, column), dim=3).softmax(dim=3)[..., :-1]
     weights = weights.to(dtype)
     return (weights if drop is None else drop(weights, first)) @ value

@@ -6,11 +6,15 @@ are the reference for each kernel, and the only path on a CPU.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
 from megatron.model.norm import Norm
+
+if TYPE_CHECKING:
+    from megatron.model.attention_core import Weighting
+    from megatron.model.packed_attention import PackedDocuments
 
 
 class RotateProjection(Protocol):
@@ -105,6 +109,25 @@ class LossKernels(Protocol):
         """
 
 
+class SinkAttention(Protocol):
+    """Causal attention with sinks, which are one more logit for each head, without a value."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, weighting: "Weighting"
+    ) -> Tensor | None:
+        """Return the result of `attention_core.attend`, or None if no kernel takes these inputs."""
+
+    def attend_packed(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: "PackedDocuments",
+        weighting: "Weighting",
+    ) -> Tensor:
+        """Return attention within each document, as `packed_attention.attend_packed` does."""
+
+
 @dataclass(frozen=True)
 class FusedOperators:
     """The kernels that a model and its optimizer use. None stands for PyTorch's operators."""
@@ -115,5 +138,6 @@ class FusedOperators:
     add_and_normalise: AddAndNormalise | None = None
     loss: LossKernels | None = None
     drop: Drop | None = None
+    sinks: SinkAttention | None = None
     build_adamw: Callable[..., Any] | None = None
     """Takes the arguments of `AdamW`, which is in a higher layer, and returns a subclass of it."""

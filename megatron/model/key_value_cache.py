@@ -7,13 +7,9 @@ then distances between slots, in every sequence.
 b: sequences, n: heads, g: query groups, d: head width, c: slots, t: tensor-parallel size.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from megatron.model.sinks import weigh_with_sink
 
 
 class KeyValueCache:
@@ -83,13 +79,7 @@ class KeyValueCache:
             self._layers[layer] = stored[:, rows]
 
 
-def attend_with_new_token(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    sink: Tensor | None = None,
-) -> Tensor:
+def attend_with_new_token(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
     """Compute attention of the newest token of each sequence to all of its tokens.
 
     Args:
@@ -97,7 +87,6 @@ def attend_with_new_token(
         key: [b, g/t, c, d].
         value: Same shape as `key`.
         bias: [1 or b, 1 or n/t, 1, c], or None.
-        sink: The logit of each head that has no value, [n/t], or None.
 
     Returns:
         The context, [b, n/t, 1, d].
@@ -108,17 +97,9 @@ def attend_with_new_token(
     # the keys for each head.
     if bias is not None and bias.shape[1] > 1:
         bias = bias.reshape(bias.shape[0], groups, heads // groups, bias.shape[3])
-    query = query.reshape(b, groups, heads // groups, width)
-    if sink is None:
-        context = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
-    else:
-        logits = (query / math.sqrt(width) @ key.transpose(2, 3)).float()
-        if bias is not None:
-            logits = logits + bias
-        # One query is at the position of its head.
-        by_head = logits.reshape(b, heads, 1, -1)
-        weights = weigh_with_sink(by_head, sink).reshape(logits.shape)
-        context = weights.to(value.dtype) @ value
+    context = F.scaled_dot_product_attention(
+        query.reshape(b, groups, heads // groups, width), key, value, attn_mask=bias
+    )
     return context.reshape(b, heads, 1, width)
 
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from megatron.base.errors import ConfigError
 from megatron.model.inputs import Documents
-from megatron.model.sinks import attend_packed_with_sink
 
 _OLDEST_GPU = (8, 0)
 """Compute capability that the kernel needs, that of an A100."""
@@ -58,12 +57,7 @@ def pack_documents(documents: Documents, device: torch.device) -> PackedDocument
 
 
 def attend_packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    documents: PackedDocuments,
-    window: int | None,
-    sink: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, window: int | None
 ) -> Tensor:
     """Compute causal attention within each document.
 
@@ -73,7 +67,6 @@ def attend_packed(
         value: [b, g/t, s, d].
         documents: The documents of the b samples.
         window: Number of tokens that a token attends to, itself included. None: no limit.
-        sink: The logit of each head that has no value, [n/t], or None. It needs a GPU.
 
     Returns:
         The context, [b, n/t, s, d].
@@ -81,12 +74,6 @@ def attend_packed(
     samples, _, length, _ = query.shape
     # The kernel reads [b s, n/t, d]. This is a copy if there are several samples.
     packed = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
-    if sink is not None:
-        context = attend_packed_with_sink(
-            *(packed[0], packed[1], packed[2], sink),
-            *(documents.bounds, documents.longest, window),
-        )
-        return context.unflatten(0, (samples, length)).transpose(1, 2)
     attend: Callable[..., Tensor] = _load_kernel() if query.is_cuda else attend_one_by_one
     options: dict[str, Any] = {}
     if query.shape[1] != key.shape[1] and _has_option(attend, "enable_gqa"):

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_damage import resign
+from saved_checkpoint import save_checkpoint
 
 from megatron.base.errors import CheckpointError, DamagedError
-from megatron.checkpoint.save import CheckpointContents, save_checkpoint
+from megatron.checkpoint.save import CheckpointContents
 from megatron.extras.interop.inspection.verification import ensure_undisturbed, verify
 from megatron.parallel.shard import Kind, TensorShard
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from checkpoint_damage import flip, resign, save_unchecked
 from process_pool import ProcessPool
+from saved_checkpoint import save_checkpoint
 from torch import Tensor
 from training.runs import Runner
 
@@ -24,7 +25,7 @@ from megatron.checkpoint.digest import BLOCK
 from megatron.checkpoint.folder import set_aside
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.load import open_checkpoint
-from megatron.checkpoint.save import CheckpointContents, Saver, save_checkpoint
+from megatron.checkpoint.save import CheckpointContents, Saver
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.extras.inference.commands import generate
 from megatron.extras.interop.commands import inspect_checkpoint

@@ -17,7 +17,9 @@ from model.reference_models import FAMILIES, Expected, compute_expected
 from model.test_transformers import BOUND, compute_ours, list_parameters
 from torch import Tensor
 
-from megatron.model import attention, attention_core, sinks
+from megatron.extras.step.kernels import sinks
+from megatron.extras.step.kernels.kind import add_sinks
+from megatron.model import attention, attention_core
 
 FAMILY = FAMILIES["gpt-oss"]
 
@@ -88,8 +90,14 @@ def add_the_sink_to_the_logits() -> Iterator[None]:
 
 @contextmanager
 def forget_the_sink_of_new_tokens() -> Iterator[None]:
-    attend = attention.attend_with_new_token
-    with patch.object(attention, "attend_with_new_token", lambda *args: attend(*args[:4])):
+    attend = attention.attend
+
+    def attend_forgetful(query: Any, key: Any, value: Any, weighting: Any) -> Tensor:
+        if query.shape[2] < key.shape[2]:
+            weighting = dataclasses.replace(weighting, sink=None)
+        return attend(query, key, value, weighting)
+
+    with patch.object(attention, "attend", attend_forgetful):
         yield
 
 
@@ -101,7 +109,9 @@ def expected() -> Expected:
 def find_wrong(expected: Expected) -> set[str]:
     """Return whether logits, the gradients of sinks and those of the other weights differ."""
     weights = {name: each.numpy() for name, each in expected.weights.items()}
-    ours = compute_ours(dict(FAMILY.ours), weights, 1, False)
+    # The model gets the kernels that a run has.
+    with patch.object(attention, "FusedOperators", add_sinks):
+        ours = compute_ours(dict(FAMILY.ours), weights, 1, False)
     found = set()
     if abs(ours.logits - expected.logits.numpy()).max() > BOUND * expected.logits.abs().max():
         found.add("logits")

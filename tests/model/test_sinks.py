@@ -7,6 +7,7 @@ is shown is how it is called, and what follows from its results.
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.model import sinks
+from megatron.extras.step.kernels import sinks
 from megatron.model.attention_core import Weighting, attend, attend_by_document
-from megatron.model.key_value_cache import attend_with_new_token
-from megatron.model.packed_attention import attend_packed, pack_documents
+from megatron.model.packed_attention import pack_documents
 from megatron.model.positions import make_window_bias
 
 SINKS = (0.0, 3.0, 20.0, -2.0)
+KERNELS = sinks.SinkKernels()
 
 
 def compute(query: Tensor, key: Tensor, value: Tensor, sink: Tensor, seen: Tensor) -> Tensor:
@@ -73,7 +74,7 @@ def test_whole_samples_equal_the_formula(
     bias = None
     if window is not None:
         bias = make_window_bias(window, keys, query.device, query.dtype, queries)
-    found = attend(query, key, value, Weighting(bias, window, sink=sink))
+    found = attend(query, key, value, Weighting(bias, window, None, sink, KERNELS))
     expected = compute(query, key, value, sink, see(queries, keys, window))
     # One key alone has no gradient of its logit without a sink, and has one with it.
     check(found, expected, inputs, 1e-10)
@@ -88,7 +89,7 @@ def test_without_a_fused_kernel_numbers_are_equal_in_fp32(window: int | None) ->
         bias = make_window_bias(window, 9, query.device, query.dtype)
     with sdpa_kernel([SDPBackend.MATH]):
         assert not sinks.has_sink_kernel(query, only_window=True)
-        found = attend(query, key, value, Weighting(bias, window, sink=sink))
+        found = attend(query, key, value, Weighting(bias, window, None, sink, KERNELS))
     check(found, compute(query, key, value, sink, see(9, 9, window)), inputs, 1e-5)
 
 
@@ -102,7 +103,9 @@ def test_documents_equal_the_formula(window: int | None) -> None:
     bias = None
     if window is not None:
         bias = make_window_bias(window, 13, query.device, query.dtype)
-    found = attend_by_document(query, key, value, Weighting(bias, window, sink=sink), DOCUMENTS)
+    found = attend_by_document(
+        query, key, value, Weighting(bias, window, None, sink, KERNELS), DOCUMENTS
+    )
     expected = torch.cat(
         [
             compute(query[i : i + 1], key[i : i + 1], value[i : i + 1], sink, seen)
@@ -112,12 +115,13 @@ def test_documents_equal_the_formula(window: int | None) -> None:
     check(found, expected, inputs, 1e-10)
 
 
-def test_a_new_token_equals_the_formula() -> None:
+@pytest.mark.parametrize("kernels", [None, KERNELS])
+def test_a_new_token_equals_the_formula(kernels: sinks.SinkKernels | None) -> None:
     inputs = make_inputs(1, 7)
     query, key, value, sink = inputs
     hidden = torch.zeros(2, 1, 1, 7, dtype=torch.float64)
     hidden[1, ..., :3] = -math.inf
-    found = attend_with_new_token(query, key, value, hidden, sink)
+    found = attend(query, key, value, Weighting(hidden, None, None, sink, kernels))
     seen = (hidden == 0)[:, :, 0]
     expected = torch.cat(
         [
@@ -125,7 +129,8 @@ def test_a_new_token_equals_the_formula() -> None:
             for i in range(2)
         ]
     )
-    assert (found - expected).abs().max() < 1e-6
+    # Without a kernel the softmax is in fp32.
+    assert (found - expected).abs().max() < (1e-6 if kernels is None else 1e-10)
 
 
 # ---- The kernel of GPUs ----
@@ -243,7 +248,8 @@ def test_the_kernel_of_gpus_is_called_once_for_all_documents(window: int | None)
     inputs = make_inputs(13, 13)
     query, key, value, sink = inputs
     packed = pack_documents(DOCUMENTS, query.device)
-    found = attend_packed(query, key, value, packed, window, sink)
+    weighting = Weighting(None, window, None, sink, KERNELS)
+    found = KERNELS.attend_packed(query, key, value, packed, weighting)
     expected = torch.cat(
         [
             compute(query[i : i + 1], key[i : i + 1], value[i : i + 1], sink, seen)
@@ -254,12 +260,14 @@ def test_the_kernel_of_gpus_is_called_once_for_all_documents(window: int | None)
 
 
 def test_which_inputs_the_kernel_of_gpus_takes() -> None:
-    with torch.device("meta"):
-        half = torch.empty(1, 4, 8, 16, dtype=torch.bfloat16)
     # A tensor on a GPU cannot be made here.
-    on_gpu = type("OnGpu", (), {"is_cuda": True, "dtype": half.dtype, "shape": half.shape})
-    assert sinks.has_sink_kernel(on_gpu, only_window=True)  # type: ignore[arg-type]
-    assert not sinks.has_sink_kernel(on_gpu, only_window=False)  # type: ignore[arg-type]
-    for name, value in (("dtype", torch.float32), ("shape", (1, 4, 8, 12))):
-        other = type("Other", (on_gpu,), {name: value})
-        assert not sinks.has_sink_kernel(other, only_window=True)  # type: ignore[arg-type]
+    right = {"is_cuda": True, "dtype": torch.bfloat16, "shape": (1, 4, 8, 16)}
+
+    def takes(only_window: bool = True, **changes: Any) -> bool:
+        query: Any = SimpleNamespace(**(right | changes))
+        return sinks.has_sink_kernel(query, only_window=only_window)
+
+    assert takes()
+    assert not takes(only_window=False)
+    assert not takes(dtype=torch.float32)
+    assert not takes(shape=(1, 4, 8, 12))

@@ -35,11 +35,14 @@ def add_kernels(kind: EngineKind) -> EngineKind:
             Raises:
                 ConfigError: See `choose_operators`.
             """
-            drops = device_type == "cuda" and plan.config.model.has_dropout
+            model = plan.config.model
+            drops = device_type == "cuda" and model.has_dropout
             if plan.config.kernels.fusion_flags or drops:
                 options["operators"] = choose_operators(
-                    plan.config.kernels, device_type, has_dropout=plan.config.model.has_dropout
+                    plan.config.kernels, device_type, has_dropout=model.has_dropout
                 )
+            if model.softmax_type != "vanilla":
+                options["operators"] = add_sinks(options.get("operators"))
             engine: Engine = build(plan, *arguments, **options)
             return engine
 
@@ -78,6 +81,14 @@ def choose_operators(
     from megatron.extras.step.kernels.operators import build_operators
 
     return build_operators(config, has_dropout=has_dropout)
+
+
+def add_sinks(operators: FusedOperators | None = None) -> FusedOperators:
+    """Return kernels with those of attention sinks, which are PyTorch's and need no Triton."""
+    from megatron.extras.step.kernels.sinks import SinkKernels
+    from megatron.model.fused_operators import FusedOperators
+
+    return replace(operators or FusedOperators(), sinks=SinkKernels())
 
 
 def find_kernel_obstacle(device_type: str) -> str:

@@ -1,4 +1,4 @@
-"""Causal attention with a sink: one more logit for each head, which has no value.
+"""Kernels of attention with a sink: one more logit for each head, which has no value.
 
     out = softmax([q k / sqrt(d), sink]) without the sink's column, times v
 
@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.model.attention_core import Weighting
+from megatron.model.packed_attention import PackedDocuments
 from megatron.parallel.spmd import declare
 
 _ops = torch.ops.aten
@@ -73,12 +75,6 @@ def run_with_sink(
     return out
 
 
-def weigh_with_sink(logits: Tensor, sink: Tensor) -> Tensor:
-    """Return the weights of logits [b, n, queries, keys] with the sinks of the heads, [n]."""
-    column = sink.to(logits.dtype).view(-1, 1, 1).expand(*logits.shape[:3], 1)
-    return torch.cat((logits, column), dim=3).softmax(dim=3)[..., :-1]
-
-
 def has_sink_kernel(query: Tensor, *, only_window: bool) -> bool:
     """Return whether a fused kernel computes attention with a sink.
 
@@ -96,63 +92,42 @@ def has_sink_kernel(query: Tensor, *, only_window: bool) -> bool:
     return only_window and query.dtype.itemsize == 2 and query.shape[3] % _FLASH_WIDTH == 0
 
 
-def attend_with_sink(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sink: Tensor,
-    bias: Tensor | None,
-    window: int | None,
-) -> Tensor:
-    """Compute causal attention with a sink by a fused kernel. The last query sees the last key.
+class SinkKernels:
+    """Attention with sinks by fused kernels. See `SinkAttention`."""
 
-    Args:
-        query: [b, n, queries, d].
-        key: [b, g, keys, d], with at least as many keys as queries.
-        value: Same shape.
-        sink: The logit of each head, [n].
-        bias: Bias of the logits with the causal mask, [1, 1 or n, queries, keys], for a CPU.
-        window: Number of keys that a query reads, up to its position, for a GPU.
-    """
-    if query.is_cuda:
-        kernel = choose_gpu_kernel(window)
-    else:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, weighting: Weighting
+    ) -> Tensor | None:
+        """See `SinkAttention.attend`."""
+        sink, bias = weighting.sink, weighting.bias
+        assert sink is not None, "the caller has sinks"
+        if not has_sink_kernel(query, only_window=bias is None or weighting.only_window):
+            return None
+        if query.is_cuda:
+            return run_with_sink(query, key, value, sink, choose_gpu_kernel(weighting.window))
         queries, keys = query.shape[2], key.shape[2]
         if bias is None and queries != keys:
             # The kernel aligns queries and keys at their starts.
             seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
             bias = torch.zeros(seen.shape, dtype=query.dtype).masked_fill(~seen, -torch.inf)
-        kernel = _choose_cpu_kernel(bias)
-    return run_with_sink(query, key, value, sink, kernel)
+        return run_with_sink(query, key, value, sink, _choose_cpu_kernel(bias))
 
-
-def attend_packed_with_sink(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sink: Tensor,
-    bounds: Tensor,
-    longest: int,
-    window: int | None,
-) -> Tensor:
-    """Compute causal attention with a sink within documents, on a GPU in 16 bits.
-
-    Args:
-        query: [tokens, n, d].
-        key: [tokens, g, d].
-        value: Same shape.
-        sink: The logit of each head, [n].
-        bounds: int32[documents + 1], the bounds of the documents.
-        longest: Number of tokens of the longest document.
-        window: Number of keys that a query reads, up to its position. None: all of them.
-
-    Returns:
-        [tokens, n, d].
-    """
-    kernel = choose_gpu_kernel(window, bounds, longest)
-    # [1, heads, tokens, d].
-    query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    return run_with_sink(query, key, value, sink, kernel)[0].transpose(0, 1)
+    def attend_packed(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: PackedDocuments,
+        weighting: Weighting,
+    ) -> Tensor:
+        """See `SinkAttention.attend_packed`."""
+        samples, _, length, _ = query.shape
+        assert weighting.sink is not None, "the caller has sinks"
+        kernel = choose_gpu_kernel(weighting.window, documents.bounds, documents.longest)
+        # The samples become one, [1, heads, b s, d].
+        query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
+        out = run_with_sink(query, key, value, weighting.sink, kernel)
+        return out[0].unflatten(1, (samples, length)).transpose(0, 1)
 
 
 def _choose_cpu_kernel(mask: Tensor | None) -> Kernel:
