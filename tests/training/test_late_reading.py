@@ -80,7 +80,7 @@ def train(
         switch: The kill switch that asks for it. Without it, a signal does.
     """
     from megatron.engine.native import NativeEngine
-    from megatron.extras.step import engines
+    from megatron.extras.step.late_reading import kind as late_kind
 
     order: list[str] = []
     compute, judge = NativeEngine._run_microbatches, NativeEngine._judge_step
@@ -105,7 +105,7 @@ def train(
     with (
         mock.patch.object(NativeEngine, "_run_microbatches", run_microbatches),
         mock.patch.object(NativeEngine, "_judge_step", judge_step),
-        mock.patch.object(engines, "DEVICES", ("cpu",) if late else ()),
+        mock.patch.object(late_kind, "DEVICES", ("cpu",) if late else ()),
     ):
         pretrain(argv)
     return order
