@@ -7,6 +7,7 @@ from verify.mutation import MEGATRON, NO_DROPOUT, TP, Mutation, wrap
 
 # Larger weights, so that the sinks change the numbers by far more than rounding.
 SINKS = f"--softmax-type learnable --init-method-std 0.3 {NO_DROPOUT}"
+NOT_REPORTED = "no public report"
 CP = f"--context-parallel-size 2 {SINKS}"
 
 
@@ -114,7 +115,7 @@ SINK_MUTATIONS = [
     ),
     Mutation(
         "ranks that exchange heads take the sinks of the first heads",
-        "NVIDIA/TransformerEngine#2541",
+        NOT_REPORTED,
         f"{CP} --cp-comm-type a2a",
         2,
         use_sinks_of_first_heads,
@@ -131,14 +132,14 @@ SINK_MUTATIONS = [
     ),
     Mutation(
         "the gradient of sinks is added once for each part of a query",
-        "pytorch/torchtitan#4796",
+        NOT_REPORTED,
         CP,
         2,
         add_gradients_for_each_part_of_a_sequence,
     ),
     Mutation(
         "sinks get no gradient where attention is recomputed",
-        "huggingface/transformers#41083",
+        NOT_REPORTED,
         f"--recompute-attention-core {SINKS}",
         2,
         lose_gradient_in_recomputation,
@@ -146,7 +147,7 @@ SINK_MUTATIONS = [
     ),
     Mutation(
         "gradients of sinks are summed over tensor ranks with other heads",
-        f"{MEGATRON}#7452",
+        NOT_REPORTED,
         f"{TP} {SINKS}",
         2,
         add_sink_gradients_of_tensor_ranks,
@@ -154,7 +155,7 @@ SINK_MUTATIONS = [
     ),
     Mutation(
         "sinks decay",
-        "huggingface/transformers#35927",
+        NOT_REPORTED,
         f"--weight-decay 0.5 {SINKS}",
         2,
         decay_sinks,
