@@ -27,7 +27,7 @@ from megatron.extras.preparation.preprocess.input_files import (
     find_format,
     is_compressed,
 )
-from megatron.extras.samples.stream.table_files import Table, open_arrow, open_parquet
+from megatron.extras.samples.stream.table_files import FileTable, open_arrow, open_parquet
 
 BLOCK_BYTES = 4 << 20
 
@@ -431,7 +431,7 @@ def _read_zstd_pieces(raw: BinaryIO, path: str) -> Iterator[bytes]:
         raise DataError(f"{path} is truncated: it ends inside a zstd frame. Copy the file again.")
 
 
-def open_table(path: str) -> AbstractContextManager[Table]:
+def open_table(path: str) -> AbstractContextManager[FileTable]:
     """Open a Parquet or an Arrow file."""
     if find_format(path) is InputFormat.PARQUET:
         return open_parquet(path)

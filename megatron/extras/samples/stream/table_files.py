@@ -89,7 +89,7 @@ def import_pyarrow(path: FilePath) -> Any:
     return pyarrow
 
 
-class Table:
+class FileTable:
     """An open file of rows and columns."""
 
     def __init__(self, path: FilePath, schema: Any) -> None:
@@ -139,7 +139,7 @@ def _count_rows_of_block(rows: int, size: int, block_bytes: int | None) -> int:
     return max(1, rows * block_bytes // max(1, size))
 
 
-class ParquetTable(Table):
+class ParquetTable(FileTable):
     """An open Parquet file."""
 
     def __init__(self, path: FilePath, file: Any) -> None:
@@ -148,7 +148,7 @@ class ParquetTable(Table):
         self.file = file
 
     def count_rows(self) -> int:
-        """See `Table`."""
+        """See `FileTable`."""
         return int(self.file.metadata.num_rows)
 
     def _divide(
@@ -179,7 +179,7 @@ class ParquetTable(Table):
                     yield begin_row + passed, batch.slice(passed), place
 
 
-class ArrowTable(Table):
+class ArrowTable(FileTable):
     """An open Arrow file in one of both formats."""
 
     def __init__(self, path: FilePath, pa: Any, source: Any) -> None:
@@ -225,7 +225,7 @@ class ArrowTable(Table):
             yield place, source.tell(), batch
 
     def count_rows(self) -> int:
-        """See `Table`."""
+        """See `FileTable`."""
         return sum(batch.num_rows for _, _, batch in self.read_batches())
 
     def _divide(
