@@ -31,7 +31,7 @@ _PARTS = {
     "model/attention.py": "attention, other operators",
     "model/attention_core.py": "attention, other operators",
     "model/embedding.py": "embedding",
-    "engine/runner.py": "sums of vectors' gradients",
+    "engine/runner.py": "sums of losses and vectors",
     "engine/native.py": "optimizer",
     "engine/optimizer.py": "optimizer",
 }

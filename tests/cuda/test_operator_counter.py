@@ -128,10 +128,12 @@ def test_a_step_is_divided_among_its_parts(on_fake_gpu: Call):
         matrices * (4 * microbatches + 4 * (microbatches - 1)),
         0,
     )
-    # Those of vectors are joined in bf16, and cast by the copy or addition to the sum.
-    assert parts["sums of vectors' gradients"] == (
-        vectors * (2 * microbatches + 2 * microbatches + 4 * (microbatches - 1)),
-        vectors * (2 * microbatches + 4 * microbatches),
+    # Those of vectors are joined in bf16, and cast by the copy or addition to the sum. Scalars in
+    # fp32 are the loss, its share, its factor, their gradients and the sum, which starts with 0.
+    assert parts["sums of losses and vectors"] == (
+        vectors * (2 * microbatches + 2 * microbatches + 4 * (microbatches - 1))
+        + 24 * microbatches,
+        vectors * (2 * microbatches + 4 * microbatches) + 20 * microbatches + 4,
         0,
     )
     # SiLU and a product forward. Two products and the gradient of SiLU backward.
@@ -173,4 +175,5 @@ def test_a_microbatch_has_few_launches(
     parts = on_fake_gpu(count_launches, shape)
     assert sum(calls for calls, _ in parts.values()) <= launches
     assert sum(moved for _, moved in parts.values()) <= gb * 1e9
-    assert parts["sums of vectors' gradients"][0] <= 4
+    # Five are for the loss.
+    assert parts["sums of losses and vectors"][0] <= 4 + 5
