@@ -30,6 +30,8 @@ NAMES = (
     "apertus-8b",
     "apertus-70b",
     "gpt-neox-20b",
+    "gpt-oss-120b",
+    "gpt-oss-20b",
     "gpt2-124m",
     "gpt2-medium",
     "gpt2-large",

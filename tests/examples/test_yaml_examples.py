@@ -23,6 +23,7 @@ FOLDER = ROOT / "examples"
 GPUS = {
     "laptop": 1,
     "laptop-experts": 1,
+    "gpt-oss-20b": 8,
     "olmoe-1b-7b": 64,
     "llama3-160m": 1,
     "llama3-1b": 8,
@@ -105,6 +106,16 @@ def test_a_file_says_if_it_only_may_fit(name: str) -> None:
     verdict = predict_plan(plan_example(name), replace(hardware, memory_gib=memory)).verdict
     assert verdict is not Verdict.DOES_NOT_FIT
     assert ("may fit" in read_example(name)) == (verdict is Verdict.MAY_FIT)
+
+
+def test_gpt_oss_fits_on_the_gpus_that_its_file_names() -> None:
+    plan = plan_example("gpt-oss-20b")
+    assert plan.parameters == 20_914_757_184
+    prediction = predict_plan(plan, load_hardware("h100"))
+    assert prediction.verdict is Verdict.FITS
+    peak = max(rank.total for rank in prediction.memory) / 2**30
+    text = re.sub(r"\n# ", " ", read_example("gpt-oss-20b"))
+    assert f"{peak:.1f} GiB and {prediction.seconds:.1f} s" in text
 
 
 @pytest.fixture
