@@ -31,10 +31,10 @@ done
 slowest=(--durations=10 --durations-min=1)
 # The tests start several processes at a time. With one thread each they do not compete for cores.
 export OMP_NUM_THREADS=1
-# Two workers share the folders of tests, see `tests/conftest.py`. While one waits the other works.
+# Three workers share the folders of tests, see `tests/conftest.py`. While one waits the others work.
 workers=()
 if python -c 'import xdist' 2>/dev/null; then
-    workers=(-n 2 --no-loadscope-reorder)
+    workers=(-n 3 --no-loadscope-reorder)
 fi
 say "running the tests"
 # bash 4.3 and older report an empty array as unset under `set -u`, hence the `+` expansions.
