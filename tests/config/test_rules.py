@@ -202,6 +202,18 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         {"replay_interval": 100, "deepspeed": True},
         "--deepspeed and --replay-interval 100 exclude each other",
     ),
+    (
+        {"softmax_type": "learnable", "attention_backend": ("fused", "efficient")},
+        "--softmax-type learnable is computed by the kernels flash and unfused",
+    ),
+    (
+        {**COMPLETEP, "softmax_type": "off-by-one"},
+        "--softmax-type off-by-one has no rule in --param",
+    ),
+    (
+        {"softmax_type": "learnable", "deepspeed": True},
+        "--softmax-type learnable was not compared with the DeepSpeed engine",
+    ),
     ({"base_width": 0}, "--base-width 0 must be at least 1"),
     ({"qk_norm": "full"}, "--qk-norm full needs --normalization RMSNorm, not LayerNorm"),
     ({"goldfish_k": 1, "goldfish_loss": True}, "--goldfish-k 1 must be at least 2"),
