@@ -187,6 +187,7 @@ USES: dict[str, list[Callable[[Any], object]]] = {
         use_model("glu_activation"),
         use_shape(measure_activations, "glu_activation"),
     ],
+    "model.softmax_type": [use_model("softmax_type")],
     "model.activation": [
         use_model("activation"),
         use_shape(flops.count_parameters, "activation"),
