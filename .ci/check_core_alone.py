@@ -140,7 +140,8 @@ def copy_core(folder: Path) -> None:
         return left_out
 
     shutil.copytree("megatron", folder / "megatron", ignore=select)
-    shutil.copytree("tests", folder / "tests", ignore=caches)
+    for name in ("tests", ".ci"):
+        shutil.copytree(name, folder / name, ignore=caches)
     for name in ("pretrain_gpt.py", "pyproject.toml"):
         shutil.copy(name, folder)
     (folder / "sitecustomize.py").write_text(SITE)

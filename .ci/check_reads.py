@@ -39,7 +39,7 @@ ALLOWED = {
     "megatron/data/building.py": ("os.open", _WRITES),
     "megatron/data/cache.py": ("os.open", _WRITES),
     "megatron/observe/metrics.py": ("os.open", _WRITES),
-    "megatron/run/start/orphans.py": ("read_bytes", _KERNEL),
+    "megatron/parallel/launcher.py": ("read_bytes", _KERNEL),
     "megatron/tokenizer/build.py": ("from_file", "from_pretrained", _CHECKED),
     "megatron/extras/interop/convert/compare.py": (
         "from_pretrained",
@@ -60,8 +60,8 @@ ALLOWED = {
     "megatron/extras/planner/ladder/runs.py": ("yaml.safe_load", "it is given a text"),
     "megatron/extras/preparation/conversations/build.py": ("open", _KERNEL),
     "megatron/extras/preparation/preprocess/encoders.py": ("open", _KERNEL),
-    "megatron/extras/preparation/preprocess/resumable.py": ("open", _WRITES),
-    "megatron/extras/preparation/preprocess/token_files.py": ("np.memmap", _CHECKED),
+    "megatron/extras/preparation/preprocess/journal.py": ("open", _WRITES),
+    "megatron/extras/preparation/commands/import_tokens.py": ("np.memmap", _CHECKED),
     "megatron/extras/watch/profiler.py": ("open", _OWN),
     "megatron/extras/samples/stream/listing.py": ("np.load", "zipfile.ZipFile", _CHECKED),
     "megatron/extras/samples/stream/table_files.py": (

@@ -3,10 +3,10 @@
     PYTHONPATH=.ci bash tests/run.sh -p measure_tests                             # all files
     PYTHONPATH=.ci bash tests/run.sh -p measure_tests tests/model/test_parts.py
 
-It replaces the rows of `tests/durations.csv` whose files have run, and removes those whose files
-are gone, so run complete files. The number is the longer one of two times: the CPU time of all
-processes of a test, and its elapsed time without that in which they waited for a core. Other work
-on the machine changes both only a little.
+It replaces the rows of `tests/durations.csv` whose files were collected, and removes those whose
+files are gone, so run complete files. A file whose tests are all left out has 0. The number is the
+longer one of two times: the CPU time of all processes of a test, and its elapsed time without that
+in which they waited for a core. Other work on the machine changes both only a little.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import csv
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         result = yield
     seconds[item.nodeid] -= seconds[file] - shared
     return result
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    """Let the files of tests that are left out have rows."""
+    for item in items:
+        seconds[find_file(item.nodeid)] += 0.0
 
 
 @pytest.hookimpl(wrapper=True)

@@ -53,7 +53,13 @@ RANK_PACKAGES = ("checkpoint", "engine", "model", "parallel", "run", "schedule")
 
 
 def list_changed(base: str) -> list[Path]:
-    """Return the Python files that differ from a branch, and those that git does not know yet."""
+    """Return the files that differ from a branch, and those that git does not know yet.
+
+    A file that is gone is one of them.
+
+    Raises:
+        subprocess.CalledProcessError: This is no checkout of git, or it has no such branch.
+    """
     commands = (
         ["git", "diff", "--name-only", "--merge-base", base],
         ["git", "ls-files", "--others", "--exclude-standard"],
@@ -65,7 +71,12 @@ def list_changed(base: str) -> list[Path]:
             command, check=True, capture_output=True, text=True
         ).stdout.splitlines()
     ]
-    return [Path(name) for name in names if name.endswith(".py") and Path(name).exists()]
+    return [Path(name) for name in names]
+
+
+def list_python(files: Iterable[Path]) -> list[Path]:
+    """Return the Python files that exist."""
+    return [file for file in files if file.suffix == ".py" and file.exists()]
 
 
 Importers = Mapping[Path, set[Path]]
@@ -206,7 +217,7 @@ def main() -> None:
             seconds = START_SECONDS + selection.seconds
             print(f"{file!s:50}{seconds:6.1f} s, tests left out in {left_out} files")
         return
-    selection = select_all(arguments.files or list_changed(arguments.base), record)
+    selection = select_all(arguments.files or list_python(list_changed(arguments.base)), record)
     print(describe(selection), file=sys.stderr)
     print("\n".join(list_arguments(selection)))
 

@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import tyro
+from operator_work import ATTENTION, ATTENTION_BACKWARD, Case, Counts, Work
 
 from megatron.extras.planner.dry_run.process import call_in_pool, open_pool
 
 Preset = Literal["llama2-7b", "lauzhack-177m", "gpt2-124m"]
-PRODUCTS = "products"
-ATTENTION = "attention kernel, forward"
-ATTENTION_BACKWARD = "attention kernel, backward"
 _CUDNN_SPEED = 631 / 329
 """TFLOPS of cuDNN's attention on an H100 over those of flash attention (pytorch#142132)."""
 
@@ -42,55 +40,12 @@ class Arguments:
     """Whether to print each operator, not only each part of the step."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """A step whose operators are counted."""
-
-    flags: str
-    microbatches: int
-
-
 _SIZES: dict[Preset, tuple[int, int, str]] = {
     "llama2-7b": (1, 16, ""),
     "lauzhack-177m": (64, 1, ""),
     "gpt2-124m": (16, 1, "--make-vocab-size-divisible-by 128"),
 }
 """Preset -> samples of a microbatch, microbatches, further flags."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """What an operator does, in all of its calls."""
-
-    reads: int = 0
-    """Bytes."""
-    writes: int = 0
-    """Bytes."""
-    flops: int = 0
-    calls: int = 0
-
-    def __add__(self, other: "Work") -> "Work":
-        """Return the sum."""
-        return Work(
-            self.reads + other.reads,
-            self.writes + other.writes,
-            self.flops + other.flops,
-            self.calls + other.calls,
-        )
-
-    def times(self, factor: int) -> "Work":
-        """Return the work of repeating it."""
-        return Work(
-            factor * self.reads, factor * self.writes, factor * self.flops, factor * self.calls
-        )
-
-    def __sub__(self, other: "Work") -> "Work":
-        """Return the difference."""
-        return self + other.times(-1)
-
-
-Counts = dict[tuple[str, str], Work]
-"""(part of the step, operator) -> its work."""
 
 
 def build_case(preset: Preset, further: str) -> Case:

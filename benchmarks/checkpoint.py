@@ -50,9 +50,9 @@ from results import add_row
 from torch import Tensor
 from worlds import CORES, Case, LaunchedWorld, WorldFailedError, one_iteration
 
-from megatron.checkpoint.host_buffer import HostBuffer
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.save import Saver
+from megatron.checkpoint.shard_file import HostBuffer
 from megatron.commands.parts import choose_parts
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.extras.interop.translators.translator import load_config

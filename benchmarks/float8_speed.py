@@ -15,7 +15,7 @@ import torch
 
 from megatron.extras.step.float8.recipe import Recipe
 from megatron.parallel.entered_linear import ALONE, apply_entered_linears
-from megatron.parallel.layers import Piece
+from megatron.parallel.parameter_spec import Piece
 from megatron.parallel.products import Products
 
 

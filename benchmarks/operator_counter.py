@@ -10,16 +10,14 @@ from collections import defaultdict
 from collections.abc import Iterable
 from types import FrameType
 from typing import Any
-from unittest import mock
 
 import torch
-from bytes_per_operator import ATTENTION, ATTENTION_BACKWARD, PRODUCTS, Case, Counts, Work
+from operator_work import ATTENTION, ATTENTION_BACKWARD, PRODUCTS, Case, Counts, Work
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from megatron.extras.interop.translators.translator import load_config
-from megatron.extras.planner.dry_run.fake_gpu import FakeGpu
-from megatron.extras.planner.dry_run.fake_rank import FakeRank, run_rank
+from megatron.extras.planner.dry_run.fake_rank import FakeRank, get_gpu, run_rank
 from megatron.plan.resolve import resolve
 
 _PARTS = {
@@ -33,7 +31,7 @@ _PARTS = {
     "model/attention.py": "attention, other operators",
     "model/attention_core.py": "attention, other operators",
     "model/embedding.py": "embedding",
-    "engine/vector_sums.py": "sums of vectors' gradients",
+    "engine/runner.py": "sums of vectors' gradients",
     "engine/native.py": "optimizer",
     "engine/optimizer.py": "optimizer",
 }
@@ -80,38 +78,26 @@ def count_step(flags: str, microbatches: int) -> Counts:
     plan = resolve(load_config(flags.split()).config, 1)
     counter = OperatorCounter()
     # Nodes of the backward pass then know which lines have made them.
-    with torch.autograd.set_detect_anomaly(True, check_nan=False), counter:
+    anomalies = torch.autograd.set_detect_anomaly(True, check_nan=False)
+    with anomalies, get_gpu().watch(counter.count):
         # The construction of the engine is no part of the step.
         run_rank(plan, 0, microbatches, visit=counter.start)
     return dict(counter.counts)
 
 
 class OperatorCounter:
-    """Counts the operators of the fake GPU while its context is entered."""
+    """Counts operators of the fake GPU."""
 
     def __init__(self) -> None:
         """Start with nothing."""
         self.counts: dict[tuple[str, str], Work] = defaultdict(Work)
         self._parameter_shapes: set[tuple[int, ...]] = set()
-        run = FakeGpu._run
 
-        def run_and_count(gpu: FakeGpu, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-            out = run(gpu, func, types, args, kwargs)
-            work = count_operator(func, args, kwargs, out)
-            if work.calls:
-                self.counts[self._find_part(func, out), func._opname] += work
-            return out
-
-        self._patch = mock.patch.object(FakeGpu, "_run", run_and_count)
-
-    def __enter__(self) -> "OperatorCounter":
-        """Start to count."""
-        self._patch.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        """Stop to count."""
-        self._patch.__exit__(*error)
+    def count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Count an operator. See `FakeGpu.watch`."""
+        work = count_operator(func, args, kwargs, out)
+        if work.calls:
+            self.counts[self._find_part(func, out), func._opname] += work
 
     def start(self, rank: FakeRank) -> None:
         """Forget what was counted, and learn the shapes of a rank's parameters."""

@@ -40,10 +40,10 @@ import numpy as np
 import tyro
 
 from megatron.config.data import TokenizerConfig
+from megatron.extras.preparation.commands.train_tokenizer import train_bpe
 from megatron.extras.preparation.preprocess import workers
-from megatron.extras.preparation.preprocess.bpe_training import train_bpe
 from megatron.extras.preparation.preprocess.inputs import read_blocks
-from megatron.extras.preparation.preprocess.resumable import ResumableWriter
+from megatron.extras.preparation.preprocess.journal import ResumableWriter
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = ROOT / "tests/fixtures/openwebtext-100/openwebtext-100.jsonl"

@@ -30,7 +30,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Literal
 
 import tyro
-from bytes_per_operator import Work
+from operator_work import Work
 from results import add_row
 
 from megatron.extras.planner.dry_run.process import call_in_pool, open_pool

@@ -55,7 +55,7 @@ from worlds import (
 )
 
 from megatron.commands.parts import choose_parts
-from megatron.config.config_with_origin import LoadedConfig
+from megatron.config.fields import LoadedConfig
 from megatron.data.source import TrainSource
 from megatron.engine.runner import SingleStageRunner
 from megatron.extras.interop.translators.translator import load_config

@@ -6,10 +6,19 @@ where the repository is browsed. The site has no such files. A link then leads t
 
 The reference pages and the list of decisions exist only on the site. They are made from the files
 that exist, so a new module or decision needs no change here.
+
+Two comments in a page stand for text that only the site shows. Each has a line of its own:
+
+    <!-- output of: python tools/flags.py -->      the Markdown that this command prints
+    <!-- table: tables/planner_times.csv -->       the rows of this file below docs/
 """
 
 import ast
+import csv
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +41,7 @@ REFERENCE = (
 )
 """Packages that have a reference page. It begins with the docstring of the package."""
 
+_GENERATED = re.compile(r"^<!-- (?P<kind>output of|table): (?P<source>.+) -->$", re.MULTILINE)
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 
 
@@ -78,7 +88,7 @@ def _make_row(path: Path) -> str:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Replace the links of a page that lead out of docs/.
+    """Fill in the generated parts of a page, and replace its links that lead out of docs/.
 
     Args:
         markdown: The text of the page.
@@ -87,11 +97,15 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
         files: All pages, which this hook does not need.
 
     Raises:
-        FileNotFoundError: A link names a file that does not exist.
+        FileNotFoundError: A link or a table names a file that does not exist.
+        CalledProcessError: A command of the page failed.
     """
     docs = Path(config["docs_dir"]).resolve()
     repository = docs.parent
     folder = (docs / page.file.src_uri).parent
+    markdown = _GENERATED.sub(
+        lambda match: _generate(match["kind"], match["source"], docs), markdown
+    )
 
     def replace(match: re.Match[str]) -> str:
         target = match["target"]
@@ -110,3 +124,23 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
         return f"[{match['text']}]({url})"
 
     return _LINK.sub(replace, markdown)
+
+
+def _generate(kind: str, source: str, docs: Path) -> str:
+    """Return the Markdown that a comment of a page stands for."""
+    if kind == "table":
+        with open(docs / source, newline="") as file:
+            header, *rows = csv.reader(file)
+        return "\n".join(_join_cells(cells) for cells in (header, ["---"] * len(header), *rows))
+    # A process of its own, because the hooks must not depend on what mkdocs has imported.
+    command = [sys.executable, *shlex.split(source.removeprefix("python "))]
+    return subprocess.run(
+        command, cwd=docs.parent, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+
+
+def _join_cells(cells: list[str]) -> str:
+    """Return a row of a Markdown table."""
+    # A bare `|` would start a new column.
+    escaped = [cell.replace("|", r"\|") for cell in cells]
+    return f"| {' | '.join(escaped)} |"

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
+from saved_checkpoint import save_checkpoint
+
 from megatron.checkpoint.digest import digest_of_file, digest_of_text
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.save import CheckpointContents, save_checkpoint
+from megatron.checkpoint.save import CheckpointContents
 from megatron.parallel.shard import TensorShard
 
 

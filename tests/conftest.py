@@ -1,10 +1,12 @@
 """Fixtures that many tests share, and the order in which pytest's workers run the tests."""
 
 import atexit
+import contextlib
 import csv
 import gc
 import importlib.util
 import os
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from suites import find_unchanged, is_short, note_suite
 
 if TYPE_CHECKING:
     from concurrent.futures import ProcessPoolExecutor
@@ -50,6 +53,11 @@ def pytest_collection() -> Generator[None, Any, Any]:
         atexit.register(gc.disable)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the tests know whether the short suite runs."""
+    note_suite(config)
+
+
 def pytest_collection_finish() -> None:
     """Refuse a test file that puts tools/ on the path.
 
@@ -68,15 +76,38 @@ def find_folder(node: str) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Start the longest folders first if several workers share the tests.
+    """Leave out the tests of unchanged files, and start the longest folders first.
 
-    The last ones are short, so the workers end at about the same time.
+    The last folders are short, so several workers end at about the same time.
     """
+    if is_short():
+        leave_out_unchanged(config, items)
     if hasattr(config, "workerinput"):
         seconds = sum_folders(item.nodeid.split("::")[0] for item in items)
         folders = sorted(seconds, key=lambda folder: (-seconds[folder], folder))
         order = {folder: rank for rank, folder in enumerate(folders)}
         items.sort(key=lambda item: order[find_folder(item.nodeid)])
+
+
+def leave_out_unchanged(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests that are marked `when_changed`, if none of their files has changed.
+
+    A change is what differs from the main branch of the server, if there is one, or from the local
+    one. Nothing is left out if git does not know them.
+    """
+    from nearest_tests import list_changed
+
+    for base in ("origin/main", "main"):
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            changed = [str(file) for file in list_changed(base)]
+            break
+    else:
+        return
+    unchanged = find_unchanged(items, changed)
+    if unchanged:
+        config.hook.pytest_deselected(items=unchanged)
+        left_out = set(unchanged)
+        items[:] = [item for item in items if item not in left_out]
 
 
 def sum_folders(files: Iterable[str]) -> dict[str, float]:

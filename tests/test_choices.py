@@ -47,8 +47,7 @@ from megatron.plan.rules.data import check_tokenizer_files
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.lr import LRSchedule
 from megatron.tokenizer.build import build_tokenizer
-from megatron.tokenizer.files import find_tokenizer_files
-from megatron.tokenizer.vocabulary import count_token_ids
+from megatron.tokenizer.vocabulary import count_token_ids, find_tokenizer_files
 
 
 def find_choices() -> dict[str, tuple[Any, ...]]:

@@ -13,8 +13,8 @@ from megatron.base.code_version import (
     get_code_version,
     read_commit,
 )
-from megatron.extras.operations.slurm.srun_step import CHECKOUT
-from megatron.extras.planner.dry_run.fake_gpu import _PACKAGE
+from megatron.extras.operations.slurm.client import CHECKOUT
+from megatron.extras.planner.dry_run.record import _PACKAGE
 from megatron.parallel.messages import _WRAPPERS
 
 GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main", "-C"]

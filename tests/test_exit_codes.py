@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from saved_checkpoint import save_checkpoint
 
 from megatron.base import exit_codes
-from megatron.checkpoint.save import CheckpointContents, save_checkpoint
+from megatron.checkpoint.save import CheckpointContents
 from megatron.commands import plan
 from megatron.extras.interop.commands import inspect_checkpoint
 from megatron.parallel.shard import TensorShard

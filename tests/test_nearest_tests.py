@@ -1,11 +1,15 @@
 """The choice of tests by `bash tests/run.sh --changed`, and the record of their times."""
 
+import importlib
+from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from equivalence.layouts import SHORT
 from equivalence.test_layouts import RESUMED
+from suites import find_unchanged
 
 ROOT = Path(__file__).resolve().parents[1]
 CHANGED = Path("megatron/engine/part.py")
@@ -101,3 +105,53 @@ def test_a_measured_file_replaces_its_rows(nearest: Any) -> None:
         "tests/test_plan.py": 0.25,
         "tests/test_plan.py::test_b": 2.0,
     }
+
+
+def test_files_without_a_time_or_with_twice_the_time_are_reported(nearest: Any) -> None:
+    from report_times import compare
+
+    record = {"tests/a.py": 4.0, "tests/a.py::test_a": 2.0, "tests/b.py": 1.0, "tests/c.py": 20.0}
+    elapsed = {"tests/a.py": 13.0, "tests/b.py": 9.0, "tests/c.py": 30.0, "tests/d.py": 0.1}
+    assert compare(elapsed, record) == (
+        ["tests/d.py"],
+        ["tests/a.py: 13 s, 6 s are recorded"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "left_out"),
+    [
+        ([], ["marked"]),
+        (["docs/a.md", "examples"], ["marked"]),
+        (["examples/hackathon/train.sh"], []),
+        (["megatron/plan/resolve.py", "setup.py"], []),
+    ],
+)
+def test_a_marked_test_is_left_out_unless_one_of_its_files_has_changed(
+    changed: list[str], left_out: list[str]
+) -> None:
+    mark = pytest.mark.when_changed("examples/*", "setup.py").mark
+    marks = {"marked": mark, "plain": None}
+    items: Any = [
+        SimpleNamespace(name=name, get_closest_marker=lambda _, found=found: found)
+        for name, found in marks.items()
+    ]
+    assert [item.name for item in find_unchanged(items, changed)] == left_out
+
+
+@pytest.mark.parametrize("name", ["test_sandbox", "test_limits"])
+def test_a_test_of_the_shell_runs_if_a_module_that_it_imports_has_changed(
+    name: str, nearest: Any
+) -> None:
+    module = importlib.import_module(f"translators.{name}")
+    marks = module.pytestmark if isinstance(module.pytestmark, list) else [module.pytestmark]
+    (patterns,) = (mark.args for mark in marks if mark.name == "when_changed")
+    imported: set[Path] = set()
+    found = {Path(f"tests/translators/{name}.py")}
+    while found:
+        imported |= found
+        users = nearest.read_importers().items()
+        found = {file for file, importers in users if importers & found} - imported
+    assert len(imported) > 5
+    for file in imported:
+        assert any(fnmatch(str(file), pattern) for pattern in patterns), file

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from megatron.checkpoint import folder, lease, lineage
-from megatron.config.profiling import choose_profile_folder
 from megatron.extras.interop.convert import hf_export
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.operations.rollback import execution, rollback_plan
@@ -21,7 +20,7 @@ def test_page_has_a_row_for_each_file() -> None:
     config = load_config(
         ["--preset", "gpt2-124m", "--micro-batch-size", "1", "--save", "SAVE"]
     ).config
-    profile = Path(str(choose_profile_folder(config)))
+    profile = Path(str(config.logging.choose_profile_folder(config.checkpoint.save_folder)))
     tracker = FeedRequest("NAME", "", "", "", 0, 0, 0).state_path.name
     folders = (watchdog.FOLDER, hf_export.FOLDER, rollback_plan.ROLLED_BACK, profile.name)
     suffixes = (folder.REPLACED, folder.DELETING)

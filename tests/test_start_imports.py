@@ -56,7 +56,7 @@ print_modules()
 # The first call of `fully_shard` imports what FSDP2 needs besides its own modules.
 RANK = """
 import gc, json, sys
-from megatron.console.training_imports import import_training
+from megatron.run.start.launch import import_training
 from megatron.config.parallel import ParallelConfig
 
 parallel = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)

@@ -7,7 +7,8 @@ another one was killed takes the folder over. It does so immediately if the kern
 process is gone, or if Slurm or the array task has ended the earlier start of the same job.
 Otherwise it waits until the heartbeat has not changed for STALE_SECONDS, measured by its own clock.
 Clocks of different hosts are never compared. A file that names no writer, because it is empty or
-damaged, may still have a heartbeat.
+damaged, may still have a heartbeat. `may_take_over` is this policy. The lease of an object store
+follows it too.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron.base.errors import CheckpointError
 from megatron.base.file_lock import read_process_space
@@ -65,10 +66,7 @@ class LeaseHolder:
 
     def describe(self) -> str:
         """Return process, host and job for messages."""
-        if self.job:
-            job = f", job {self.job}"
-        else:
-            job = ""
+        job = f", job {self.job}" if self.job else ""
         return f"process {self.pid} on {self.host}{job}"
 
 
@@ -242,6 +240,70 @@ def get_heartbeat_age(root: Path) -> float:
     return time.time() - _read_change_time(root / FILE) / 1e9
 
 
+@dataclass(frozen=True)
+class LeasePlace:
+    """What a lease is for and where it is stored, in the words of messages."""
+
+    name: str
+    """The file or the object that names the writer."""
+    place: str
+    """The folder or the address."""
+    kind: Literal["folder", "address"]
+    sign: str
+    """What shows that a writer is alive: its heartbeat, or a renewal."""
+    harm: str
+    """What two runs do there."""
+
+
+Look = Literal["same", "alive", "gone", "again"]
+"""What a look at a lease shows: nothing has changed, its writer is alive, it is gone, or it names
+another writer, so that the decision starts again."""
+
+
+def may_take_over(
+    place: LeasePlace,
+    other: LeaseHolder | None,
+    me: LeaseHolder,
+    look: Callable[[], Look],
+    log: Callable[[str], None],
+) -> bool:
+    """Return whether the writer of a lease is gone. If not, the caller reads the lease again.
+
+    Args:
+        place: What the lease is for.
+        other: The writer that it names. None if it names none.
+        me: This process.
+        look: Looks for a sign of life since the lease was read.
+        log: Called with messages for people.
+
+    Raises:
+        CheckpointError: The writer is alive.
+        OSError: The lease cannot be read.
+    """
+    who = "an unknown process" if other is None else other.describe()
+    alive = None if other is None else _is_alive(other, me)
+    if alive is None:
+        log(
+            f"{place.name} names {who}; waiting up to {STALE_SECONDS:g} s for {place.sign}. If "
+            f"there is none, this run takes the {place.kind} over"
+        )
+        end = time.monotonic() + STALE_SECONDS
+        found: Look = "same"
+        while found == "same" and time.monotonic() < end:
+            time.sleep(min(1.0, STALE_SECONDS / 10))
+            found = look()
+        if found == "again":
+            return False
+        alive = found == "alive"
+    if alive:
+        raise CheckpointError(
+            f"{place.place} is being written to by {who}; two runs {place.harm} each other's "
+            "checkpoints: end that one, or give another --save"
+        )
+    log(f"{place.name} was left by {who}, which is gone; this run takes the {place.kind} over")
+    return True
+
+
 def _end_other_lease(path: Path, me: LeaseHolder, log: Callable[[str], None]) -> None:
     """Remove the file of a process that is gone. Nothing is done if the file has changed meanwhile.
 
@@ -250,31 +312,28 @@ def _end_other_lease(path: Path, me: LeaseHolder, log: Callable[[str], None]) ->
         OSError: If the file cannot be read or removed.
     """
     other = _read(path)
-    alive = None
-    if other is None:
-        if not path.exists():
-            # Another process removed it after `_create` failed.
-            return
-        who = "an unknown process"
-    else:
-        who = other.describe()
-        alive = _is_alive(other, me)
-    if alive is None:
-        log(
-            f"{path} names {who}; waiting up to {STALE_SECONDS:g} s for its "
-            "heartbeat. If there is none, this run takes the folder over"
-        )
-        alive = _watch_heartbeat(path, other)
+    if other is None and not path.exists():
+        # Another process removed it after `_create` failed.
+        return
+    first = _read_change_time(path)
+
+    def look() -> Look:
+        changed = _read_change_time(path)
+        if changed == 0:
+            return "gone"
+        if changed == first and _read(path) == other:
+            return "same"
         if other is None and _read(path) is not None:
             # Its writer has finished the file in the meantime, so the holder is known now.
-            return
-    if alive:
-        raise CheckpointError(
-            f"{path.parent} is being written to by {who}; two runs in one folder "
-            "would destroy each other's checkpoints: end that one, or give another --save"
-        )
-    log(f"{path} was left by {who}, which is gone; this run takes the folder over")
-    _take_over(path, other)
+            return "again"
+        # Another holder means that another run was faster and has taken the folder over.
+        return "alive"
+
+    folder = LeasePlace(
+        str(path), str(path.parent), "folder", "its heartbeat", "in one folder would destroy"
+    )
+    if may_take_over(folder, other, me, look, log):
+        _take_over(path, other)
 
 
 def _create(path: Path, holder: LeaseHolder) -> bool:
@@ -382,26 +441,6 @@ def _is_process_alive(pid: int, started: str) -> bool | None:
     if not started:
         return None
     return found == started
-
-
-def _watch_heartbeat(path: Path, other: LeaseHolder | None) -> bool:
-    """Return whether the holder shows a heartbeat within STALE_SECONDS.
-
-    Args:
-        path: The lease file.
-        other: The holder that it names. None if it names none.
-    """
-    end = time.monotonic() + STALE_SECONDS
-    first = _read_change_time(path)
-    while time.monotonic() < end:
-        time.sleep(min(1.0, STALE_SECONDS / 10))
-        changed = _read_change_time(path)
-        if changed == 0:
-            return False
-        # Another holder means that another run was faster and has taken the folder over.
-        if changed != first or _read(path) != other:
-            return True
-    return False
 
 
 def _read_change_time(path: Path) -> int:

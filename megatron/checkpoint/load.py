@@ -32,6 +32,7 @@ from megatron.config.compare import load_yaml
 from megatron.config.model import ModelConfig
 from megatron.config.tree import Config
 from megatron.model.gpt import INPUT_AND_OUTPUT
+from megatron.model.layer_parts import list_unused_fields
 from megatron.model.shape import ModelShape
 from megatron.parallel.shard import TensorShard
 
@@ -284,7 +285,7 @@ def _resolve_field(model: ModelConfig, name: str) -> Any:
     So a run may write out a value that was left to the default before. A field that has no effect
     in this model has the value None.
     """
-    if name in _list_unused(model):
+    if name in list_unused_fields(model):
         return None
     # These values do not depend on the vocabulary size and the padding, so 0 is given for both.
     shape = ModelShape(model, 0, 0)
@@ -298,18 +299,6 @@ def _resolve_field(model: ModelConfig, name: str) -> Any:
         "add_mlp_bias": shape.has_mlp_bias,
     }
     return derived.get(name, getattr(model, name))
-
-
-def _list_unused(model: ModelConfig) -> list[str]:
-    """Return the fields of the activation and the norm that have no effect in this model."""
-    unused: list[str] = []
-    if model.glu_activation is not None:
-        unused.append("activation")
-    if model.glu_activation is not None or model.activation != "gelu":
-        unused.append("bias_gelu_fusion")
-    if model.normalization == "RMSNorm":
-        unused.append("norm_bias")
-    return unused
 
 
 def open_checkpoint(root: Path, iteration: int) -> Checkpoint:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.outside_file import POINTER_BYTES, load_text
+from megatron.base.plain_text import is_url
 from megatron.checkpoint.folder import (
     LATEST,
     point_to,
@@ -39,7 +40,6 @@ from megatron.checkpoint.lineage import (
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.store import NO_STORE, Store
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.url import is_url
 
 
 @dataclass(frozen=True)

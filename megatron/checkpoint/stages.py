@@ -21,11 +21,11 @@ from megatron.base.plain_text import format_bytes
 from megatron.checkpoint.contents import CheckpointContents, write_small_files
 from megatron.checkpoint.digest import digest_of_text
 from megatron.checkpoint.folder import remove
-from megatron.checkpoint.host_buffer import HostBuffer
 from megatron.checkpoint.lineage import Lineage
 from megatron.checkpoint.manifest import CONFIG, INDEX, MANIFEST, Manifest, verify_file
 from megatron.checkpoint.publish import Published, Publisher
 from megatron.checkpoint.shard_file import (
+    HostBuffer,
     ShardsByKey,
     WrittenFile,
     copy_to_host,

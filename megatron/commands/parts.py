@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.base.plain_text import is_url
 from megatron.config.cli import load_config
-from megatron.config.config_with_origin import LoadedConfig
-from megatron.config.url import is_url
+from megatron.config.fields import LoadedConfig
 from megatron.run.parts import (
     NO_PARTS,
     Exporter,
@@ -32,15 +32,15 @@ from megatron.run.parts import (
 if TYPE_CHECKING:
     from megatron.checkpoint.store import Store
     from megatron.config.checkpoint import CheckpointConfig
-    from megatron.config.config_with_origin import ConfigWithOrigin
+    from megatron.config.fields import ConfigWithOrigin
     from megatron.config.logging import LoggingConfig
     from megatron.config.tree import Config
     from megatron.data.indexed import IndexedDataset
-    from megatron.data.source_kind import SourceKind
+    from megatron.data.source import SourceKind
     from megatron.engine.base import Engine
     from megatron.model.gpt import GPT
-    from megatron.observe.block_timer import BlockTimer
     from megatron.observe.report import Sink
+    from megatron.observe.timers import BlockTimer
     from megatron.parallel.mesh import Mesh
     from megatron.parallel.ranks import Ranks
     from megatron.parallel.roll_call import RollCall
@@ -66,7 +66,7 @@ def load_command_line(argv: Sequence[str], prog: str) -> LoadedConfig:
 def choose_parts(config: Config) -> Parts:
     """Return what builds the parts of a run: the extras, or without them the core alone.
 
-    `check_parts` explains what is missing.
+    `Parts.find_missing` explains what is missing.
     """
     if not _has_extras():
         return NO_PARTS
@@ -104,7 +104,9 @@ def open_indexed(prefix: str) -> IndexedDataset:
 class InstalledParts(Parts):
     """Builds the parts that the flags ask for. `Parts` describes each method."""
 
-    has_extras = True
+    def find_missing(self, config: Config) -> Iterator[Finding]:
+        """Yield nothing, because all parts are installed."""
+        yield from ()
 
     def check_flags(self, settings: ConfigWithOrigin) -> Iterator[Finding]:
         """Check that the packages of trackers and the report of a verification exist."""
@@ -114,7 +116,7 @@ class InstalledParts(Parts):
 
             yield from check_trackers_are_installed(settings)
         if logging.verification is not None:
-            from megatron.extras.planner.verify.kept_report import check_report
+            from megatron.extras.planner.verify.report import check_report
 
             yield from check_report(settings)
 
@@ -233,6 +235,6 @@ class InstalledParts(Parts):
         """Keep the report of --verification with the run."""
         if plan.config.logging.verification is None:
             return {}
-        from megatron.extras.planner.verify.kept_report import keep_verification
+        from megatron.extras.planner.verify.report import keep_verification
 
         return keep_verification(plan.config, plan.world_size, log)

@@ -31,9 +31,10 @@ from megatron.base import exit_codes
 from megatron.base.errors import ConfigError, MegatronError, combine_errors, leave_out_middle
 from megatron.base.plain_text import format_count, print_line, print_to_stderr
 from megatron.commands.parts import open_indexed
-from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.fields import ConfigWithOrigin
+from megatron.config.presets import wants_preset_list
 from megatron.console.parse import parse_arguments
-from megatron.console.preset_table import format_preset_table, wants_preset_list
+from megatron.console.preset_table import format_preset_table
 from megatron.console.run_tool import run_tool
 from megatron.data.epochs import DatasetUse, measure_training_data, warn_about_many_epochs
 from megatron.extras.interop.translators.translator import load_config
@@ -66,18 +67,16 @@ from megatron.extras.planner.commands.plan_source import (
     split_arguments,
     write_documents,
 )
-from megatron.extras.planner.commands.plan_storage import StoreOptions
-from megatron.extras.planner.cost.goodput import FAILURES_PER_1000_NODE_DAYS
 from megatron.extras.planner.cost.hardware import Hardware, load_hardware
 from megatron.extras.planner.cost.memory import Verdict
-from megatron.extras.planner.cost.step_prediction import StepPrediction
+from megatron.extras.planner.cost.step_prediction import UPDATE_BYTES, StepPrediction
 from megatron.extras.planner.prediction import can_be_predicted, predict_plan
 from megatron.extras.step.engines import choose_engine
 from megatron.plan.resolve import resolve
 from megatron.plan.rules.layout import WORLD_SIZE
+from megatron.plan.rules.numbers import replace_wrong_values
 from megatron.plan.run_plan import Plan
-from megatron.plan.usable_values import replace_wrong_values
-from megatron.schedule.counter_forecast import ForecastPoint
+from megatron.schedule.position import ForecastPoint
 
 _ASSUMED = {
     "ranks_per_node": 1,
@@ -162,22 +161,7 @@ class PlanArguments:
     of a run. Also searches."""
     trace: Path | None = None
     """Write the predicted step as a trace for https://ui.perfetto.dev into this file."""
-    failures_per_1000_node_days: float = FAILURES_PER_1000_NODE_DAYS
-    """Failures that end the run, for each 1,000 days of a node."""
-    restart_minutes: float = 10.0
-    """Minutes from a failure to the first new step."""
-    save_gb_per_second: float = 2.0
-    """GB per second at which each node writes a checkpoint while training waits."""
-    store_gb_per_second: float = 1.0
-    """GB per second at which each node exchanges files with the store of an address in --save."""
-    store_price: float = 0.023
-    """Dollars for a GB and month on this store. Default: the list price of S3 in us-east-1."""
-    store_write_price: float = 0.005
-    """Dollars for 1,000 requests that write. An upload has one for every 16 MiB."""
-    pue: float = 1.2
-    """Energy of the data centre relative to that of the nodes."""
-    carbon_intensity: float = 300.0
-    """Grams of CO2 equivalents of a kilowatt-hour."""
+    cost: Annotated[CostOptions, tyro.conf.arg(name="")] = field(default_factory=CostOptions)
 
 
 @dataclass(frozen=True)
@@ -190,7 +174,8 @@ class _Search:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the plan of `argv` (default: the command line) and return the exit code."""
-    own, training = split_arguments(sys.argv[1:] if argv is None else argv)
+    words = sys.argv[1:] if argv is None else argv
+    own, training = split_arguments(words, PlanArguments)
     if wants_preset_list(training):
         return run_tool(_print_presets)
     options = parse_arguments(PlanArguments, args=own, prog="plan.py", description=__doc__)
@@ -220,7 +205,7 @@ def _report_failure(
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     if source is not None:
-        errors = explain_errors(source, errors)
+        errors = explain_errors(source, errors, PlanArguments)
         # A value that is not known in the script may be the cause, so its warnings are printed.
         warnings = tuple(warning for warning in source.warnings if warning not in errors)
         notes = source.notes
@@ -324,7 +309,7 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
     # repetitions.
     warnings = [*warnings, *plan.warnings, *warn_about_many_epochs(uses)]
     warnings = list(dict.fromkeys(map(show, warnings)))
-    errors = explain_errors(source, list(map(show, plan.errors)))
+    errors = explain_errors(source, list(map(show, plan.errors)), PlanArguments)
     plan = replace(plan, errors=tuple(map(leave_out_middle, errors)))
     if plan.errors:
         # What is wrong is among the errors. The rest of the plan is shown with other values.
@@ -374,6 +359,10 @@ def _list_assumptions(plan: Plan, world_size: int | None, source: CommandSource)
     file = parallel.deepspeed_config
     if parallel.deepspeed and file is not None and not Path(file).is_file():
         assumed.append(f"no precision and no sequence lengths in {file}")
+    try:
+        UPDATE_BYTES.require(plan.config.optimizer.optimizer)
+    except ConfigError as absent:
+        assumed.append(str(absent))
     return assumed
 
 
@@ -392,7 +381,6 @@ def _print_report(
     Returns:
         The search, if one is asked for.
     """
-    cost = _build_cost_options(options)
     # A plan with errors has no step that could be run.
     reports = []
     if options.dry_run and not plan.errors:
@@ -401,7 +389,7 @@ def _print_report(
         report = build_json(plan, at, warnings, uses, hardware)
         report["assumed"] = assumed
         report["notes"] = list(notes)
-        report["cost"] = build_cost_json(plan, hardware, cost)
+        report["cost"] = build_cost_json(plan, hardware, options.cost)
         if options.dry_run:
             report["dry_run"] = build_dry_run_json(reports)
         search = _search(plan, options, hardware)
@@ -412,7 +400,7 @@ def _print_report(
     lines = [f"note: {note}" for note in notes]
     # With --distributed-backend gloo, the default is the CPU that the run asks for.
     is_default = options.hardware is None and hardware.has_gpu
-    predicted = format_cost(plan, hardware, cost, is_default=is_default, assumed=assumed)
+    predicted = format_cost(plan, hardware, options.cost, is_default=is_default, assumed=assumed)
     lines += format_plan(plan, at, warnings, uses, hardware, predicted, assumed)
     search = _search(plan, options, hardware)
     lines += _format_search(search)
@@ -424,27 +412,15 @@ def _print_report(
 
 def _check_numbers(options: PlanArguments) -> None:
     """Raise ConfigError if an assumption about the cluster is out of its range."""
+    given = vars(options) | vars(options.cost)
     for name, least in _ASSUMED.items():
-        value = getattr(options, name)
+        value = given[name]
         # A comparison with NaN is False.
         most = 1 if name.endswith("_share") else _MOST_ASSUMED
         if value is not None and not least <= value <= most:
             raise ConfigError(
                 f"--{name.replace('_', '-')} {value} must be from {least:g} to {most:g}."
             )
-
-
-def _build_cost_options(options: PlanArguments) -> CostOptions:
-    return CostOptions(
-        failures_per_1000_node_days=options.failures_per_1000_node_days,
-        restart_minutes=options.restart_minutes,
-        save_gb_per_second=options.save_gb_per_second,
-        pue=options.pue,
-        carbon_intensity=options.carbon_intensity,
-        store=StoreOptions(
-            options.store_gb_per_second, options.store_price, options.store_write_price
-        ),
-    )
 
 
 def _search(plan: Plan, options: PlanArguments, hardware: Hardware) -> _Search | None:

@@ -22,13 +22,12 @@ from megatron.base import exit_codes
 from megatron.base.errors import ConfigError, MegatronError, describe_os_error
 from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.commands.parts import choose_parts, load_command_line
-from megatron.console.preset_table import format_preset_table, wants_preset_list
+from megatron.config.presets import wants_preset_list
+from megatron.console.preset_table import format_preset_table
 from megatron.console.standard_streams import end_without_reader, protect_standard_streams
-from megatron.console.training_imports import import_training
+from megatron.parallel.launcher import die_with_launcher
 from megatron.run.leaving import leave_with_error
-from megatron.run.start.launch import Launch, read_launch
-from megatron.run.start.orphans import die_with_launcher
-from megatron.run.start.refusals import check_before_torch
+from megatron.run.start.launch import Launch, check_before_torch, import_training, read_launch
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -23,24 +23,22 @@ from megatron.checkpoint.load import Checkpoint, open_checkpoint
 from megatron.checkpoint.start import find_start
 from megatron.commands.parts import choose_parts, open_indexed
 from megatron.config.tree import Config
-from megatron.console.double_dash import split_at_double_dash
-from megatron.console.parse import parse_arguments
+from megatron.console.parse import parse_arguments, split_at_double_dash
 from megatron.console.run_tool import run_tool
+from megatron.data.batches import take_marks
 from megatron.data.build_sources import build_sources
 from megatron.data.indexed_source import IndexedSource
-from megatron.data.packing import take_marks
 from megatron.data.segments import History
-from megatron.data.source import BatchSlice
-from megatron.data.source_kind import SourceRequest
+from megatron.data.source import BatchSlice, SourceRequest
 from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
 from megatron.run.start.job import build_starting_state
+from megatron.run.start.launch import check_plan
 from megatron.run.start.open_data import build_document_rules
-from megatron.run.start.refusals import check_plan
 from megatron.run.start.resume import read_bare_thresholds
 from megatron.schedule.skip import find_range
-from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer.build import Tokenizer, build_tokenizer
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,6 @@ from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.commands.parts import choose_parts
 from megatron.console.parse import parse_arguments
 from megatron.console.run_tool import run_tool
-from megatron.console.training_imports import hide_from_collector
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.commands.plan_source import (
     explain_errors,
@@ -49,12 +48,7 @@ from megatron.extras.planner.commands.plan_source import (
 from megatron.plan.resolve import RANKS_PER_NODE, resolve
 from megatron.plan.rules.layout import WORLD_SIZE
 from megatron.plan.run_plan import Plan
-
-_SWITCHES = ("--help", "--json", "--no-json", "--no-types", "--types", "-h")
-_WITH_VALUE = (
-    *("--ranks-per-node", "--report", "--script-args", "--time-limit", "--world-size"),
-    *("--processes", "--bound", "--compare", "--weights"),
-)
+from megatron.run.start.launch import hide_from_collector
 
 
 @dataclass(frozen=True)
@@ -96,7 +90,7 @@ class VerifyArguments:
 def main(argv: list[str] | None = None) -> int:
     """Verify the command in `argv` (default: the command line), and return the exit code."""
     words = sys.argv[1:] if argv is None else argv
-    own, training = split_arguments(words, _SWITCHES, _WITH_VALUE)
+    own, training = split_arguments(words, VerifyArguments)
     options = parse_arguments(VerifyArguments, args=own, prog="verify.py", description=__doc__)
     if options.compare is not None or options.weights is not None:
         return run_tool(lambda: _compare(options, training))
@@ -139,7 +133,9 @@ def resolve_command(options: VerifyArguments, training: list[str]) -> tuple[Plan
             loaded = load_config(arguments, prog="verify.py")
         except ConfigError as failure:
             _, *listed = str(failure).split("\n  - ")
-            raise combine_errors(explain_errors(source, listed or [str(failure)])) from None
+            raise combine_errors(
+                explain_errors(source, listed or [str(failure)], VerifyArguments)
+            ) from None
         world_size = options.world_size or source.world_size
         if world_size is None:
             raise ConfigError(
@@ -154,7 +150,7 @@ def resolve_command(options: VerifyArguments, training: list[str]) -> tuple[Plan
             ranks_per_node=options.ranks_per_node or source.ranks_per_node or RANKS_PER_NODE,
         )
     if plan.errors:
-        raise combine_errors(explain_errors(source, plan.errors))
+        raise combine_errors(explain_errors(source, plan.errors, VerifyArguments))
     return replace(plan, errors=()), [*source.notes, *source.warnings]
 
 

@@ -2,5 +2,5 @@
 
 A field is declared once, and its docstring is its help. `cli` reads flat flags and nested YAML.
 Rules about the fields are in `megatron.plan.rules`.
-`command_line` has the interface of a translator of other trainers' flags.
+`normalise` has the interface of a translator of other trainers' flags.
 """

@@ -5,8 +5,8 @@ import os
 from dataclasses import dataclass
 from typing import Annotated
 
+from megatron.base.plain_text import is_url
 from megatron.config.interval import Range
-from megatron.config.url import is_url
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import ConfigError, combine_errors, leave_out_middle
-from megatron.config.command_line import CommandLine, Translator
-from megatron.config.config_with_origin import LoadedConfig
-from megatron.config.fields import ValueWithOrigin, all_fields, build_config, find_missing
+from megatron.config.fields import (
+    LoadedConfig,
+    ValueWithOrigin,
+    all_fields,
+    build_config,
+    find_missing,
+)
 from megatron.config.loss import FOREIGN_ORIGIN, LOSS_MEAN
-from megatron.config.normalise import read_argv
+from megatron.config.normalise import CommandLine, Translator, read_argv
 from megatron.config.parallel import STRATEGY_STAGES
 from megatron.config.presets import read_chosen_preset
 from megatron.config.yaml_file import YamlContents, read_file
@@ -77,7 +81,9 @@ def load_config(
         raise SystemExit(0)
     contents = YamlContents()
     errors = list(line.errors)
-    foreign = None if translator is None else translator.read_files(line.config_files)
+    foreign = None
+    if translator is not None and line.config_files:
+        foreign = translator.read_files(line.config_files)
     if foreign is not None:
         # The files are those of another system. Flags of the command line have priority.
         line = _merge_lines(foreign, line)
@@ -136,10 +142,13 @@ def _translate(
             from_json, errors, warnings = translator.merge_json(path, given)
             given |= from_json
     # The values that other systems compute from several flags, and their defaults, come last,
-    # because they never replace a value.
-    filled, fill_errors, fill_warnings = translator.fill(line, given)
-    given |= filled
-    return [*errors, *fill_errors], [*warnings, *fill_warnings]
+    # because they never replace a value. Flags of this trainer alone cause none.
+    if line.typed:
+        filled, fill_errors, fill_warnings = translator.fill(line, given)
+        given |= filled
+        errors = [*errors, *fill_errors]
+        warnings = [*warnings, *fill_warnings]
+    return errors, warnings
 
 
 def _resolve_sharding_strategy(given: dict[str, ValueWithOrigin]) -> None:

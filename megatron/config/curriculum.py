@@ -7,6 +7,8 @@ The names are those of DeepSpeed's "curriculum_learning" block. The schedule its
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron.schedule.curriculum import Curriculum
+
 
 @dataclass(frozen=True)
 class CurriculumConfig:
@@ -33,6 +35,48 @@ class CurriculumConfig:
     """fixed_discrete: sequence lengths in order, in tokens."""
     curriculum_max_steps: tuple[int, ...] = ()
     """fixed_discrete: the last iteration of each length except the final one, which has no end."""
+
+    def build(self, seq_length: int) -> Curriculum | None:
+        """Build the curriculum that the flags describe.
+
+        Args:
+            seq_length: --seq-length, in tokens.
+
+        Returns:
+            The curriculum, or None if the flags describe none or only a part of one. The rules
+            report the latter.
+
+        Raises:
+            ConfigError: The numbers do not give a valid schedule.
+        """
+        style = self.curriculum_schedule_type
+        # This style lists its lengths. The others compute them from minimum, maximum and steps.
+        if style == "fixed_discrete" and self.curriculum_difficulties:
+            lengths = self.curriculum_difficulties
+            return Curriculum(
+                style,
+                min(lengths),
+                max(lengths),
+                difficulties=lengths,
+                max_steps=self.curriculum_max_steps,
+            )
+        if (
+            style in (None, "fixed_discrete")
+            or self.curriculum_min_difficulty is None
+            or self.curriculum_total_step is None
+        ):
+            return None
+        if style == "fixed_root" and self.curriculum_root_degree is None:
+            return None
+        longest = self.curriculum_max_difficulty
+        return Curriculum(
+            style,
+            self.curriculum_min_difficulty,
+            seq_length if longest is None else longest,
+            total_curriculum_step=self.curriculum_total_step,
+            difficulty_step=self.curriculum_difficulty_step,
+            root_degree=self.curriculum_root_degree,
+        )
 
 
 USED: dict[str, tuple[set[str], set[str]]] = {

@@ -10,6 +10,16 @@ AttentionBackend = Literal["auto", "by-gpu", "flash", "fused", "efficient", "unf
 
 FUSED_ATTENTION = {"flash", "fused", "efficient"}
 """The kernels of attention that draw dropout masks of their own."""
+TRITON = {
+    "rope_fusion": "rotary positions",
+    "bias_swiglu_fusion": "gated MLP",
+    "residual_norm_fusion": "norms and additions",
+    "cross_entropy_loss_fusion": "softmax of the loss",
+    "adamw_fusion": "AdamW",
+}
+"""Setting of a kernel that needs Triton -> what it computes."""
+SWITCHES = {"gradient_accumulation_fusion": "weight gradients", **TRITON}
+"""Setting of a kernel that is on, off or left to the trainer -> what it computes."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +87,13 @@ class KernelsConfig:
     table at the start gives the reason if a run has no graphs, as with a pipeline, experts or
     --reset-attention-mask. If the memory does not suffice, the log has a warning."""
 
+    late_reading: bool = True
+    """On a GPU, queue the microbatches of the next step before the host reads loss and gradient
+    norm of this one. The device then decides whether the update is applied. All numbers stay the
+    same. It is for --optimizer adam on the native engine. The table at the start gives the reason
+    if a run reads each step before its update, as with experts. It has not run on a GPU yet. Off
+    (--no-late-reading): each step is read before its update."""
+
     @property
     def names_fused_attention(self) -> bool:
         """Whether --attention-backend names a fused kernel."""
@@ -85,11 +102,4 @@ class KernelsConfig:
     @property
     def fusion_flags(self) -> tuple[str, ...]:
         """The given flags that ask for a kernel of `megatron.extras.step.kernels`."""
-        asked = {
-            "--rope-fusion": self.rope_fusion,
-            "--bias-swiglu-fusion": self.bias_swiglu_fusion,
-            "--residual-norm-fusion": self.residual_norm_fusion,
-            "--cross-entropy-loss-fusion": self.cross_entropy_loss_fusion,
-            "--adamw-fusion": self.adamw_fusion,
-        }
-        return tuple(flag for flag, given in asked.items() if given)
+        return tuple(f"--{name.replace('_', '-')}" for name in TRITON if getattr(self, name))

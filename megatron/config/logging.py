@@ -4,8 +4,11 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megatron.config.interval import COUNT, POSITIVE, RANKS
+from megatron.schedule.skip import parse_range
 
 LogFormat = Literal["short", "megatron"]
+ALL_RANKS = -1
+"""The number in --profile-ranks that stands for every rank."""
 
 
 @dataclass(frozen=True)
@@ -73,3 +76,32 @@ class LoggingConfig:
     pytorch.org/memory_viz if memory runs out. A snapshot is a pickle: open only your own."""
     memory_snapshot_iterations: Annotated[tuple[int, ...], COUNT] = ()
     """With --memory-snapshot, also write a snapshot after each of these iterations."""
+
+    @property
+    def profiling_field(self) -> str | None:
+        """The field that requests traces or snapshots, or None."""
+        if self.profile_iterations is not None:
+            return "logging.profile_iterations"
+        return "logging.memory_snapshot" if self.memory_snapshot else None
+
+    def parse_profile_iterations(self) -> tuple[int, int] | None:
+        """Return the first and the last iteration of the trace, or None without a trace.
+
+        Raises:
+            ConfigError: --profile-iterations is not FIRST-LAST.
+        """
+        if self.profile_iterations is None:
+            return None
+        return parse_range(self.profile_iterations, "--profile-iterations")
+
+    def choose_profile_folder(self, save_folder: str | None) -> str | None:
+        """Return the folder of traces and snapshots, or None if none can be derived.
+
+        Args:
+            save_folder: See `CheckpointConfig.save_folder`.
+        """
+        if self.profile_dir is not None:
+            return self.profile_dir
+        # Not below --tensorboard-dir if there is a choice, because that folder is often uploaded.
+        parent = save_folder or self.tensorboard_dir
+        return f"{parent}/profile" if parent is not None else None

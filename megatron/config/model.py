@@ -13,7 +13,11 @@ QKNorm = Literal["head", "full"]
 NormPlacement = Literal["input", "output"]
 RopeScaling = Literal["linear", "llama3", "yarn"]
 RouterScore = Literal["softmax", "sigmoid"]
+SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 Parametrization = Literal["standard", "mup", "completep"]
+AttentionKind = Literal["dot_product"]
+"""Kinds of attention. A layer has one of them, whichever flags it follows from."""
+MLPKind = Literal["dense", "experts"]
 DROPOUT_STEPS = 1 << 16
 """A probability of dropout is rounded to a multiple of 1 / DROPOUT_STEPS."""
 
@@ -126,6 +130,10 @@ class ModelConfig:
     weights, so it cannot be turned on or off on resume."""
     hidden_dropout: Annotated[float, PROBABILITY] = 0.1
     """Dropout probability on the residual branches and the embedding. 0 turns it off."""
+    softmax_type: SoftmaxType = "vanilla"
+    """Sinks of attention. off-by-one: each head has one more logit, 0, without a value
+    (https://www.evanmiller.org/attention-is-off-by-one.html). learnable: this logit is a parameter
+    of the head, as in gpt-oss (https://arxiv.org/abs/2508.10925). vanilla: none."""
     attention_dropout: Annotated[float, PROBABILITY] = 0.1
     """Dropout probability on the attention weights. 0 turns it off and lets SDPA use its fast
     kernels. With dropout, products and a softmax compute attention for some queries at a time, so
@@ -189,3 +197,8 @@ class ModelConfig:
     def has_dropout(self) -> bool:
         """Whether training drops anything."""
         return max(self.hidden_dropout, self.attention_dropout) > 0
+
+    @property
+    def activation_name(self) -> Activation | GLU:
+        """The activation of the MLP, gated or not."""
+        return self.glu_activation or self.activation

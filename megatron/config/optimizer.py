@@ -1,11 +1,16 @@
 """The optimizer and the schedule of the learning rate."""
 
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megatron.config.interval import NOT_NEGATIVE, POSITIVE, PROBABILITY, Range
+from megatron.config.table import Table
 
 MomentDtype = Literal["fp32", "bf16"]
+StateKind = Literal["weight", "exp_avg", "exp_avg_sq", "exp_avg_slow", "momentum"]
+"""The fp32 master (`weight`), or a state of an optimizer. Checkpoints have these names."""
 
 
 @dataclass(frozen=True)
@@ -132,3 +137,86 @@ class OptimizerConfig:
     unless that flag is given."""
     clip_grad: Annotated[float, NOT_NEGATIVE] = 1.0
     """Clip the global gradient norm to this. 0 turns clipping off."""
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """A tensor that an optimizer keeps for a parameter. It has the parameter's shape."""
+
+    kind: StateKind
+    dtype: str = ""
+    """The setting with its dtype. Empty: it is always fp32."""
+    decay: str = ""
+    """The setting with the decay rate b of an average b m + (1 - b) x. One in bf16 must have it."""
+
+    def get_dtype(self, config: OptimizerConfig) -> MomentDtype:
+        """Return the dtype between steps."""
+        dtype: MomentDtype = getattr(config, self.dtype) if self.dtype else "fp32"
+        return dtype
+
+
+def _divide_by_width(width: float, config: OptimizerConfig) -> float:
+    """Return the divisor for updates whose elements do not grow with the gradient."""
+    return width
+
+
+def _divide_muon(width: float, config: OptimizerConfig) -> float:
+    """Return the divisor for updates that are orthogonal matrices."""
+    if config.muon_scale_mode == "spectral":
+        return math.sqrt(width)
+    return 1.0
+
+
+@dataclass(frozen=True)
+class OptimizerRow:
+    """What the trainer must know about an optimizer apart from its formula."""
+
+    states: tuple[OptimizerState, ...]
+    """Its states of each parameter that it updates."""
+    flags: str = ""
+    """The beginning of the names of its own settings. They have no effect without it."""
+    layer_matrices_only: bool = False
+    """Whether it updates only the matrices of the layers, and needs each as a whole. AdamW updates
+    the other parameters."""
+    divide_rate: Callable[[float, OptimizerConfig], float] = _divide_by_width
+    """Takes the width ratio of `model/parametrization.py`. Returns the number that the rate of the
+    layers' matrices is divided by. Their weight decay is multiplied by it."""
+
+    def updates(self, name: str, dimensions: int) -> bool:
+        """Return whether it updates a parameter with this global name."""
+        is_layer_matrix = name.startswith("blocks.") and dimensions == 2
+        return is_layer_matrix or not self.layer_matrices_only
+
+
+_MOMENTS = (
+    OptimizerState("exp_avg", "exp_avg_dtype", "adam_beta1"),
+    OptimizerState("exp_avg_sq", "exp_avg_sq_dtype", "adam_beta2"),
+)
+OPTIMIZERS = Table(
+    "--optimizer",
+    {
+        "adam": OptimizerRow(_MOMENTS),
+        # A step changes the slow average by less than bf16 can hold.
+        "ademamix": OptimizerRow((*_MOMENTS, OptimizerState("exp_avg_slow")), "ademamix_"),
+        "muon": OptimizerRow(
+            (OptimizerState("momentum", "exp_avg_dtype", "muon_momentum"),),
+            "muon_",
+            layer_matrices_only=True,
+            divide_rate=_divide_muon,
+        ),
+    },
+)
+"""`engine/build_optimizer.py` has the same names, with their classes."""
+
+
+def find_updater(optimizer: str, name: str, dimensions: int) -> OptimizerRow:
+    """Return the row of the optimizer that updates a parameter with this global name."""
+    row = OPTIMIZERS.require(optimizer)
+    return row if row.updates(name, dimensions) else OPTIMIZERS.require("adam")
+
+
+def list_states(optimizer: str) -> Iterator[OptimizerState]:
+    """Yield all states of an optimizer, those of any parameter."""
+    if OPTIMIZERS.require(optimizer).layer_matrices_only:
+        yield from OPTIMIZERS.require("adam").states
+    yield from OPTIMIZERS.require(optimizer).states

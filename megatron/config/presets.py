@@ -14,6 +14,7 @@ defaults. The --config file and flags replace its values.
 import difflib
 import functools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.base.code_version import PACKAGE
@@ -107,3 +108,8 @@ def read_chosen_preset(
         else:
             note = f" ({choice.origin})"
         return {}, [f"--preset {choice.value}{note} {error}."]
+
+
+def wants_preset_list(argv: Sequence[str]) -> bool:
+    """Return whether a command line has --list-presets."""
+    return any(word.replace("_", "-") == "--list-presets" for word in argv)

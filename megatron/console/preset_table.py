@@ -7,7 +7,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.presets import Preset, list_preset_names, read_preset
 from megatron.model.flops import count_parameters
 from megatron.model.shape import ModelShape
-from megatron.tokenizer import compute_padded_vocab_size
+from megatron.tokenizer.vocabulary import compute_padded_vocab_size
 
 _HEAD = (
     "name",
@@ -20,11 +20,6 @@ _HEAD = (
     "vocabulary",
     "source",
 )
-
-
-def wants_preset_list(argv: Sequence[str]) -> bool:
-    """Return whether a command line has --list-presets."""
-    return any(word.replace("_", "-") == "--list-presets" for word in argv)
 
 
 def build_preset_shape(preset: Preset) -> ModelShape:

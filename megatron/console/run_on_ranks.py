@@ -9,9 +9,8 @@ from contextlib import ExitStack
 from megatron.base import exit_codes
 from megatron.base.errors import ConfigError, MegatronError, describe_os_error
 from megatron.console.run_tool import prepare_output, run_tool
-from megatron.parallel.launcher import read_launcher_world
+from megatron.parallel.launcher import die_with_launcher, read_launcher_world
 from megatron.run.leaving import leave_after_crash, leave_with_error
-from megatron.run.start.orphans import die_with_launcher
 
 
 def run_on_ranks(work: Callable[[], None]) -> int:

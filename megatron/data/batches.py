@@ -3,7 +3,15 @@
 Invariant: the samples of a rank are a function of (consumed samples, batch size, data-parallel rank
 and size, micro-batch size). All ranks together take the same samples whatever their number.
 
-Legend: b micro-batch size, s sequence length, m number of microbatches.
+Also the marks of data sets whose sequences are packed into samples, and not cut. `Packing`
+(`indexed.py`) is the interface of what packs them. A token that does not count in the loss is
+stored as the complement of its id, which is negative. The first token of a sequence never counts,
+because nothing predicts it. So the sign of the first token tells such data from documents, and no
+other program trains on the file by mistake. In the tokens of a sample, `START` is subtracted from
+the first token of each sequence, and from the first one of the padding.
+
+Legend: b micro-batch size, s sequence length, m number of microbatches, k samples that are read at
+once.
 """
 
 import dataclasses
@@ -72,3 +80,60 @@ def split_microbatches(samples: NDArray[np.int64], micro_batch_size: int) -> lis
         )
         for at in range(0, len(rows), micro_batch_size)
     ]
+
+
+START = 1 << 40
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleMarks:
+    """Where sequences begin in samples, and which tokens count."""
+
+    starts: torch.Tensor
+    """bool[k, s + 1]: whether a sequence or the padding begins."""
+    counted: torch.Tensor
+    """bool[k, s + 1]: whether a token counts when it is a label."""
+
+    def select(self, first: int, last: int) -> "SampleMarks":
+        """Return the marks of some samples."""
+        return SampleMarks(self.starts[first:last], self.counted[first:last])
+
+
+def take_marks(samples: NDArray[np.int64]) -> SampleMarks | None:
+    """Return the marks of samples [k, s + 1], and leave the ids in `samples`.
+
+    None if no sample has any.
+    """
+    limit = -(START >> 1)
+    packed = samples[:, 0] < limit
+    if not packed.any():
+        return None
+    # An id has at most 26 bits, so both marks can be told apart.
+    starts = samples < limit
+    samples[starts] += START
+    counted = samples >= 0
+    # A negative id of a document stays, and is an error.
+    np.copyto(samples, ~samples, where=~counted & packed[:, None])
+    return SampleMarks(torch.from_numpy(starts), torch.from_numpy(counted))
+
+
+def apply_marks(microbatch: Microbatch, marks: SampleMarks) -> Microbatch:
+    """Return the microbatch with masks, positions and bounds of its marks.
+
+    Samples of documents keep what `DocumentRules` gave them.
+    """
+    assert microbatch.loss_mask is not None, "`Packing.check` demands all three flags"
+    assert microbatch.position_ids is not None
+    assert microbatch.documents is not None
+    length = microbatch.tokens.shape[1]
+    documents = list(microbatch.documents)
+    pairs = zip(marks.starts, marks.counted, strict=True)
+    for sample, (starts, counted) in enumerate(pairs):
+        if not starts[0]:
+            continue
+        microbatch.loss_mask[sample] = counted[1:].float()
+        begins = starts[:length].nonzero().squeeze(1).tolist()
+        documents[sample] = (*begins, length)
+        for begin in begins:
+            microbatch.position_ids[sample, begin:] = torch.arange(length - begin)
+    return dataclasses.replace(microbatch, documents=tuple(documents))

@@ -13,15 +13,17 @@ from megatron.base.plain_text import print_to_stderr
 from megatron.config.data import DataConfig
 from megatron.data.building import Log
 from megatron.data.cache import WAIT_SECONDS
-from megatron.data.documents import check_documents_end
-from megatron.data.indexed_source import EvaluationSource, IndexedSource, check_vocabulary
-from megatron.data.phases import find_phase_mixture, select_phases, use_phase
-from megatron.data.planned_phase import PlannedPhase
+from megatron.data.indexed_source import (
+    EvaluationSource,
+    IndexedSource,
+    check_documents_end,
+    check_vocabulary,
+)
+from megatron.data.phases import PlannedPhase, find_phase_mixture, select_phases, use_phase
 from megatron.data.position_source import PositionSource, find_kind
 from megatron.data.registry import DatasetRegistry
 from megatron.data.segments import RequestedData, open_mixture
-from megatron.data.source import BatchSlice, Source, Sources
-from megatron.data.source_kind import SourceKind, SourceRequest
+from megatron.data.source import BatchSlice, Source, SourceKind, SourceRequest, Sources
 from megatron.data.splits import NamedMixture, find_evaluation_mixtures, find_train_mixture
 
 
@@ -120,7 +122,7 @@ def build_sources(
     if data.mock_data:
         return _build_mock_sources(request, registry)
     if data.dataset_format is not None:
-        assert other is not None, "`check_parts` refuses --dataset-format without its part"
+        assert other is not None, "`Parts.find_missing` refuses --dataset-format without its part"
         return _build_other_sources(request, other, registry)
     return _build_indexed_sources(request, registry)
 

@@ -12,17 +12,11 @@ Legend: b micro-batch size, s sequence length, n documents of a sample.
 import dataclasses
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.base.errors import DataError
 from megatron.config.data import DataConfig
 from megatron.data.batches import Microbatch
-from megatron.data.indexed import IndexedDataset
-
-# Of each data set at the start. One document with the right end is enough to accept the tokenizer.
-_CHECKED_DOCUMENTS = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,24 +111,3 @@ def make_loss_mask(tokens: Tensor, eod: int) -> Tensor:
     The token after the end of a document is the first one of another text. It cannot be predicted.
     """
     return (tokens != eod).float()
-
-
-def check_documents_end(indexed: IndexedDataset, eod: int) -> None:
-    """Check that some of the first documents end with `eod`.
-
-    Without this check a wrong tokenizer would find no bounds, and no error would be reported.
-
-    Raises:
-        DataError: none of the documents that were checked ends with it.
-    """
-    lasts = indexed.document_offsets[1 : _CHECKED_DOCUMENTS + 1] - 1
-    # Empty documents and sequences have no last token.
-    lasts = lasts[(lasts >= 0) & (indexed.sizes[lasts] > 0)]
-    ends = indexed.pointers[lasts] // indexed.dtype.itemsize + indexed.sizes[lasts] - 1
-    if len(ends) and not np.any(indexed.tokens[ends] == eod):
-        raise DataError(
-            f"{indexed.prefix}: none of the first {len(ends)} documents ends with the tokenizer's "
-            f"end-of-document id {eod}, so --reset-position-ids, --reset-attention-mask and "
-            "--eod-mask-loss would have no effect. Give the tokenizer that the data was made with, "
-            "preprocess the data with --append-eod, or leave these flags out."
-        )

@@ -9,8 +9,7 @@ from megatron.config.data import DataConfig
 from megatron.data.blend import normalise
 from megatron.data.gpt_dataset import count_tokens
 from megatron.data.indexed import IndexedDataset
-from megatron.data.phases import find_phase_mixture
-from megatron.data.planned_phase import PlannedPhase
+from megatron.data.phases import PlannedPhase, find_phase_mixture
 from megatron.data.splits import NamedMixture, find_train_mixture
 
 MANY_EPOCHS = 4

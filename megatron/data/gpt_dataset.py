@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from megatron.base.errors import DataError
 from megatron.data import index_helpers
 from megatron.data.cache import Arrays, IndexCache
+from megatron.data.index_helpers import shuffle_in_place
 from megatron.data.index_numpy import check_range
 from megatron.data.indexed import IndexedDataset
-from megatron.data.shuffle import shuffle_in_place
 
 # Items handled at once, so that memory does not grow with the data set.
 _CHUNK = 1 << 24

@@ -25,7 +25,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -35,7 +35,8 @@ from megatron.base.errors import ConfigError, DataError
 from megatron.base.outside_file import open_regular
 
 if TYPE_CHECKING:
-    from megatron.data.packing import Packing
+    from megatron.data.cache import IndexCache
+    from megatron.data.documents import DocumentRules
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -96,6 +97,52 @@ def refuse_existing(prefix: str) -> None:
             )
 
 
+class Samples(Protocol):
+    """Samples of a data set, by their numbers. `GPTDataset` describes the methods."""
+
+    indexed: "IndexedDataset"
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def read(
+        self, samples: NDArray[np.int64], rows: NDArray[np.int64], out: NDArray[np.int64]
+    ) -> None:
+        """Read samples into rows of `out`."""
+
+    def locate(self, sample: int, column: int) -> tuple[int, int]:
+        """Return the document that holds a token of a sample, and the token's offset in it."""
+
+
+class Packing(Protocol):
+    """How the sequences of a data set become samples, if they are not cut."""
+
+    def check(
+        self, indexed: "IndexedDataset", seq_length: int, rules: "DocumentRules | None"
+    ) -> None:
+        """Check a data set, before an index is built.
+
+        Raises:
+            DataError: A flag is missing, or a sequence does not fit into a sample.
+        """
+
+    def count_samples(
+        self, indexed: "IndexedDataset", documents: tuple[int, int], seq_length: int
+    ) -> int:
+        """Return the samples of the sequences [first, last), at least 1."""
+
+    def open(
+        self,
+        indexed: "IndexedDataset",
+        documents: tuple[int, int],
+        seq_length: int,
+        seed: int,
+        num_samples: int,
+        cache: "IndexCache",
+    ) -> Samples:
+        """Return the samples. See `GPTDataset`."""
+
+
 class IndexedDataset:
     """Read-only, memory-mapped view of PREFIX.bin and PREFIX.idx.
 
@@ -108,7 +155,7 @@ class IndexedDataset:
         tokens: dtype[total], all tokens end to end.
     """
 
-    packing: "Packing | None" = None
+    packing: Packing | None = None
     """How the sequences become samples, if `is_packed`. Who opens the data set may set it."""
 
     def __init__(self, prefix: str | os.PathLike) -> None:

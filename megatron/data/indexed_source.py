@@ -17,6 +17,8 @@ from megatron.data.source import BatchSlice
 # Number of tokens of each data set whose ids are checked at the start. The ids of all tokens are
 # checked when their batch is read.
 _SCANNED_TOKENS = 1 << 20
+# Of each data set at the start. One document with the right end is enough to accept the tokenizer.
+_CHECKED_DOCUMENTS = 1000
 
 
 class IndexedSource(PositionSource):
@@ -216,3 +218,24 @@ def check_vocabulary(indexed: IndexedDataset, vocab_size: int | None) -> None:
     raise make_vocabulary_error(
         f"{indexed.prefix}: document {document}", int(tokens[at]), vocab_size
     )
+
+
+def check_documents_end(indexed: IndexedDataset, eod: int) -> None:
+    """Check that some of the first documents end with `eod`.
+
+    Without this check a wrong tokenizer would find no bounds, and no error would be reported.
+
+    Raises:
+        DataError: none of the documents that were checked ends with it.
+    """
+    lasts = indexed.document_offsets[1 : _CHECKED_DOCUMENTS + 1] - 1
+    # Empty documents and sequences have no last token.
+    lasts = lasts[(lasts >= 0) & (indexed.sizes[lasts] > 0)]
+    ends = indexed.pointers[lasts] // indexed.dtype.itemsize + indexed.sizes[lasts] - 1
+    if len(ends) and not np.any(indexed.tokens[ends] == eod):
+        raise DataError(
+            f"{indexed.prefix}: none of the first {len(ends)} documents ends with the tokenizer's "
+            f"end-of-document id {eod}, so --reset-position-ids, --reset-attention-mask and "
+            "--eod-mask-loss would have no effect. Give the tokenizer that the data was made with, "
+            "preprocess the data with --append-eod, or leave these flags out."
+        )

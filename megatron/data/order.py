@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.cache import Arrays, IndexCache
-from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.index_helpers import shuffle_in_place
 from megatron.data.index_numpy import check_range
-from megatron.data.shuffle import shuffle_in_place
+from megatron.data.indexed import Samples
 
 Tree = dict[str, Any]
 SampleLocations = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -32,7 +32,7 @@ class Order(Protocol):
     """A finite sequence of samples."""
 
     @property
-    def leaves(self) -> list[GPTDataset]:
+    def leaves(self) -> list[Samples]:
         """The data sets that the samples come from."""
         ...
 
@@ -53,7 +53,7 @@ class Order(Protocol):
 class DatasetOrder:
     """All samples of one data set, in its own order."""
 
-    def __init__(self, dataset: GPTDataset) -> None:
+    def __init__(self, dataset: Samples) -> None:
         """Use the order of a data set."""
         self.leaves = [dataset]
 
@@ -221,9 +221,7 @@ def collect_seeds(tree: Tree) -> set[int]:
     return set().union(*(collect_seeds(branch) for branch in tree.get("concat", [tree.get("of")])))
 
 
-def build_order(
-    tree: Tree, open_index: Callable[[int, int], GPTDataset], cache: IndexCache
-) -> Order:
+def build_order(tree: Tree, open_index: Callable[[int, int], Samples], cache: IndexCache) -> Order:
     """Return the order that a tree describes.
 
     Args:
@@ -264,7 +262,7 @@ def read(
         order.leaves[leaf].read(samples[here], rows[here], out)
 
 
-def locate(order: Order, position: int) -> tuple[GPTDataset, int]:
+def locate(order: Order, position: int) -> tuple[Samples, int]:
     """Return the data set and the sample at a position."""
     leaves, samples = order.look_up(np.array([position], np.int64))
     return order.leaves[int(leaves[0])], int(samples[0])

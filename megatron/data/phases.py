@@ -1,6 +1,6 @@
 """The phases of the training data: the mixture and the seed that apply from a position on.
 
-This module reads the file of --data-phases and finds where each phase begins.
+This module has a phase as data, reads the file of --data-phases and finds where each phase begins.
 
 Invariant: a phase begins with an iteration. The data order that a checkpoint records has the real
 start of each phase that has started, so a resume with other batch sizes does not move it.
@@ -9,6 +9,7 @@ start of each phase that has started, so a resume with other batch sizes does no
 import dataclasses
 import difflib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -18,11 +19,55 @@ from megatron.base.outside_file import SETTINGS_BYTES, load_text
 from megatron.config.data import DataConfig
 from megatron.config.fields import all_fields
 from megatron.config.yaml_file import compose, get_line, read_items, read_value
-from megatron.data.planned_phase import DataPhase, PlannedPhase
-from megatron.data.shares import parse_shares
+from megatron.data.blend import parse_shares
 from megatron.data.splits import NamedMixture, find_train_mixture
 from megatron.schedule.batch_size import parse_amount
 from megatron.schedule.position import Progress, Steps
+
+
+@dataclass(frozen=True)
+class DataPhase:
+    """A phase as the file describes it."""
+
+    origin: str
+    """Where the file describes it, as in phases.yaml:7. Messages begin with it."""
+    data_path: tuple[str, ...] = ()
+    """As --data-path. Its documents are divided by --split."""
+    train_weighted_split_paths: tuple[str, ...] = ()
+    """As --train-weighted-split-paths, instead of `data_path`."""
+    seed: int | None = None
+    """Seed of the order of samples. None is --seed."""
+    from_iteration: int | None = None
+    """The first iteration of the phase, from 1."""
+    from_tokens: int | None = None
+    """The phase begins with the first iteration that starts after this many consumed tokens."""
+    datasets: str | None = None
+    """As --datasets, for data with --dataset-format."""
+    weights: str | None = None
+    """As --weights, for data with --dataset-format."""
+
+
+@dataclass(frozen=True)
+class PlannedPhase:
+    """A phase whose beginning is known."""
+
+    phase: DataPhase
+    first_iteration: int
+    start_sample: int
+    """Samples that the run has consumed when the phase begins. For a phase that has started, this
+    is an estimate: the value of a run whose batch sizes never changed, and at most the position."""
+    started: bool
+    """Whether the run has reached the start of the phase."""
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> "PlannedPhase":
+        """Return the phase that `dataclasses.asdict` recorded."""
+        phase = dict(record["phase"])
+        # JSON has no tuples.
+        for key in ("data_path", "train_weighted_split_paths"):
+            phase[key] = tuple(phase[key])
+        return cls(**{**record, "phase": DataPhase(**phase)})
+
 
 _FIRST = {"from_iteration": 1, "from_tokens": 0}
 """Key -> the value with which a run starts."""

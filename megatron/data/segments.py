@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from megatron.data import blend, order
 from megatron.data.gpt_dataset import GPTDataset, check_large_enough, count_tokens
+from megatron.data.indexed import Samples
 from megatron.data.registry import DatasetRegistry
 from megatron.data.splits import NamedMixture
 
@@ -147,7 +148,7 @@ class OpenSegment:
             data = self._registry.find(part.prefix, part.fingerprint)
             cache = self._registry.cache(part.prefix)
 
-            def open_index(seed: int, num_samples: int) -> GPTDataset:
+            def open_index(seed: int, num_samples: int) -> Samples:
                 # Data that must not be cut say themselves how they become samples.
                 open_samples = GPTDataset if data.packing is None else data.packing.open
                 return open_samples(
@@ -308,7 +309,7 @@ class History:
                 rows = np.flatnonzero(which == number)
                 order.read(self._open[number].order, positions[rows] - starts[number], rows, out)
 
-    def locate(self, position: int) -> tuple[GPTDataset, int]:
+    def locate(self, position: int) -> tuple[Samples, int]:
         """Return the data set and the sample at a position."""
         opened = self._find_segment(position)
         with self._registry.guarded():

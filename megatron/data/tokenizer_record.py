@@ -18,7 +18,7 @@ from megatron.base.errors import ConfigError, DataError
 from megatron.base.outside_file import load_bytes, parse_json
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import get_bin_path, get_idx_path, is_manifest
-from megatron.tokenizer import (
+from megatron.tokenizer.vocabulary import (
     compute_digest_of_ids,
     compute_tokenizer_digests,
     find_tokenizer_files,

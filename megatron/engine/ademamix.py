@@ -7,48 +7,26 @@ https://arxiv.org/abs/2409.03137.
 import math
 
 import torch
-from torch import Tensor
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.optimizer import OPTIMIZERS, OptimizerConfig
 from megatron.engine.optimizer import (
     PIECE,
-    MasterParameter,
     Optimizer,
     choose_rate,
     compute_decay,
     group_masters,
-    make_moment,
     open_in_fp32,
     scale_gradients,
     split_batches,
 )
 from megatron.parallel import torch_private as private
-from megatron.parallel.shard import Kind
-
-_KINDS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq", "exp_avg_slow")
 
 
 class AdEMAMix(Optimizer):
     """AdEMAMix with decoupled weight decay on matrices only."""
 
+    row = OPTIMIZERS.require("ademamix")
     description = ("optimizer", "AdEMAMix", "--optimizer ademamix")
-
-    def __init__(self, masters: list[MasterParameter], config: OptimizerConfig) -> None:
-        """Create the states, filled with zeros."""
-        super().__init__(masters)
-        self._config = config
-        self._states: dict[Tensor, dict[Kind, Tensor]] = {
-            master.weight: {kind: make_moment(master.weight, kind, config) for kind in _KINDS}
-            for master in masters
-        }
-
-    def get_kinds(self, master: MasterParameter) -> tuple[Kind, ...]:
-        """Return the kinds of the fast average, the average of squares and the slow average."""
-        return _KINDS
-
-    def get_moment(self, master: MasterParameter, kind: Kind) -> Tensor:
-        """Return a live moving average of a parameter."""
-        return self._states[master.weight][kind]
 
     @torch.no_grad()
     def step(self, lr: float, decoupled_lr: float | None = None, factor: float = 1.0) -> None:
@@ -62,7 +40,7 @@ class AdEMAMix(Optimizer):
         root_of_correction = math.sqrt(1.0 - config.adam_beta2**self.step_count)
         for group in group_masters(self.masters):
             tensors = [
-                (m.weight, m.weight.grad, *self._states[m.weight].values())
+                (m.weight, m.weight.grad, *self.states[m.weight].values())
                 for m in group
                 if m.weight.grad is not None
             ]

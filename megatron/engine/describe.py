@@ -6,6 +6,7 @@ This module has the rows that the native and the DeepSpeed engine share.
 import torch
 
 from megatron.base.plain_text import format_count
+from megatron.config.kernels import SWITCHES
 from megatron.engine.loss_scale import LossScale
 from megatron.model.execution import Execution
 from megatron.model.fused_operators import FusedOperators
@@ -16,15 +17,6 @@ from megatron.plan.run_plan import Plan
 
 Row = tuple[str, str, str]
 """What is described, which implementation is in use, and why."""
-_KERNELS = {
-    "gradient_accumulation_fusion": "weight gradients",
-    "rope_fusion": "rotary positions",
-    "bias_swiglu_fusion": "gated MLP",
-    "residual_norm_fusion": "norms and additions",
-    "cross_entropy_loss_fusion": "softmax of the loss",
-    "adamw_fusion": "AdamW",
-}
-"""Setting of a kernel -> what it computes."""
 
 
 def list_kernels(
@@ -141,7 +133,7 @@ def _describe_precision(
 
 def _describe_fused_kernels(plan: Plan, mesh: Mesh, execution: Execution) -> list[Row]:
     """Return a row for each kernel that may be on or off, or one row if none is on."""
-    reasons = {name: why for name, why in plan.kernel_reasons.items() if name in _KERNELS}
+    reasons = {name: why for name, why in plan.kernel_reasons.items() if name in SWITCHES}
     if reasons and not any(getattr(plan.config.kernels, name) for name in reasons):
         # Most often, all of them have the same reason.
         return [("fused kernels", "none", ", ".join(dict.fromkeys(reasons.values())))]
@@ -150,7 +142,7 @@ def _describe_fused_kernels(plan: Plan, mesh: Mesh, execution: Execution) -> lis
         choice, note = "PyTorch's operators", ""
         if getattr(plan.config.kernels, name):
             choice, note = _name_kernel(name, mesh, execution)
-        rows.append((_KERNELS[name], choice, reason + note))
+        rows.append((SWITCHES[name], choice, reason + note))
     return rows
 
 

@@ -35,8 +35,8 @@ from megatron.model.init import Initialise, initialise
 from megatron.model.inputs import Inputs, SampleLikelihoods
 from megatron.model.packed_attention import require_packed_attention
 from megatron.model.tally import Tally
-from megatron.parallel.layers import Init
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.parameter_spec import Init
 from megatron.parallel.shard import TensorShard
 from megatron.plan.run_plan import Plan
 

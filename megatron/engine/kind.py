@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron.engine.base import Engine, PhaseTimers
     from megatron.parallel.mesh import Mesh
 
+
 BuildEngine = Callable[["Plan", "Mesh", "PhaseTimers", Callable[[], None]], "Engine"]
 """Builds an engine from the plan, the mesh, the timers and a function.
 
@@ -81,3 +82,12 @@ def refuse_unsupported(plan: Plan, kind: EngineKind) -> None:
     if refused := kind.list_unsupported(plan):
         lines = "".join(f"\n  {line}" for line in refused)
         raise ConfigError(f"{kind.flag or kind.name} does not support:{lines}")
+
+
+def _load(device_type: str) -> BuildEngine:
+    from megatron.engine.native import NativeEngine
+
+    return NativeEngine
+
+
+NATIVE = EngineKind("PyTorch", _load)

@@ -21,25 +21,26 @@ precision. So the layout changes an update only as far as it changes gradients.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.optimizer import OPTIMIZERS, OptimizerConfig
 from megatron.engine.optimizer import (
     AdamW,
     MasterParameter,
+    Masters,
     Optimizer,
-    make_moment,
     open_in_fp32,
     scale_gradients,
 )
 from megatron.engine.parallelize import shard_offset
-from megatron.model.parametrization import compute_muon_rate
+from megatron.model.fused_operators import FusedOperators
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.shard import Kind
+from megatron.plan.run_plan import Plan
 
 _EPS = 1e-7
 """Smallest norm that a matrix is divided by, as in torch."""
@@ -82,8 +83,6 @@ class _Matrix:
     """A matrix of a layer. Each rank of its stage holds a part of it."""
 
     master: MasterParameter
-    momentum: Tensor
-    """This rank's part of the momentum."""
     parts: tuple[Part, ...]
     """The part of each rank of the stage."""
     shape: tuple[int, int]
@@ -109,13 +108,10 @@ def choose_precision(config: OptimizerConfig, *, in_fp32: bool) -> torch.dtype:
     return choices[config.muon_fp32_matmul_prec]
 
 
-def is_muon_matrix(master: MasterParameter) -> bool:
-    """Return whether Muon updates a parameter. It updates only the matrices of the layers."""
-    return master.name.startswith("blocks.") and len(master.spec.shape) == 2
-
-
 class Muon(Optimizer):
     """Muon for the matrices of the layers, and AdamW for all other parameters."""
+
+    row = OPTIMIZERS.require("muon")
 
     def __init__(
         self,
@@ -135,19 +131,16 @@ class Muon(Optimizer):
             mesh: This rank's mesh.
             in_fp32: Whether the run is in fp32.
         """
-        super().__init__(masters)
-        self._config = config
+        super().__init__(masters, config)
+        own = [master for master in masters if master.weight in self.states]
+        self._adamw = AdamW([m for m in masters if m.weight not in self.states], config)
+        self.states |= self._adamw.states
         self._mesh = mesh
         self._group = mesh.build_stage_group()
         # Each copy of the model computes its own updates, from the same gradients.
         self._rank = mesh.sharding.rank * mesh.grid.tensor + mesh.coordinate.tensor
         self._dtype = choose_precision(config, in_fp32=in_fp32)
-        self._rate_factor = compute_muon_rate(config, shape)
-        self._adamw = AdamW([m for m in masters if not is_muon_matrix(m)], config)
-        self._matrices = [
-            _describe_matrix(m, config, shape, mesh) for m in masters if is_muon_matrix(m)
-        ]
-        self._momenta = {matrix.master.weight: matrix.momentum for matrix in self._matrices}
+        self._matrices = [_describe_matrix(m, config, shape, mesh) for m in own]
         ranks = mesh.sharding.size * mesh.grid.tensor
         owners = assign_owners([_count_work(matrix) for matrix in self._matrices], ranks)
         owned = [
@@ -164,17 +157,12 @@ class Muon(Optimizer):
             f"--optimizer muon; this rank orthogonalises {len(owned[self._rank])} of them",
         )
 
-    def get_kinds(self, master: MasterParameter) -> tuple[Kind, ...]:
-        """Return the kind of Muon's state for a matrix, and the kinds of AdamW's for the rest."""
-        if is_muon_matrix(master):
-            return ("momentum",)
-        return self._adamw.get_kinds(master)
-
-    def get_moment(self, master: MasterParameter, kind: Kind) -> Tensor:
-        """Return a live state of a parameter. See `Optimizer.get_moment`."""
-        if is_muon_matrix(master):
-            return self._momenta[master.weight]
-        return self._adamw.get_moment(master, kind)
+    @classmethod
+    def build(cls, masters: Masters, plan: Plan, mesh: Mesh, operators: FusedOperators) -> Self:
+        """Build the optimizer. See `Optimizer.build`."""
+        precision = plan.config.precision
+        in_fp32 = not (precision.bf16 or precision.fp16)
+        return cls(masters, plan.config.optimizer, plan.shape, mesh, in_fp32=in_fp32)
 
     def set_step_count(self, count: int) -> None:
         """Set the number of steps, which AdamW's bias correction depends on."""
@@ -215,9 +203,10 @@ class Muon(Optimizer):
             if matrix is None:
                 continue
             weight = matrix.master.weight
+            # The factors of the parametrization on rate and decay cancel.
             weight.mul_(1.0 - lr * self._config.weight_decay)
-            # The factor is applied here, because bf16 would round it.
-            rate = lr * self._rate_factor
+            # The scales are applied here, because bf16 would round them.
+            rate = lr * matrix.master.scaling.rate
             weight.addcmul_(update.view_as(weight).float(), matrix.scales, value=-rate)
 
     def _advance_momentum(self, matrix: _Matrix) -> Tensor:
@@ -225,7 +214,7 @@ class Muon(Optimizer):
         gradient = matrix.master.weight.grad
         assert gradient is not None, f"{matrix.master.name} got no gradient"
         decay = self._config.muon_momentum
-        with open_in_fp32([matrix.momentum]) as (momentum,):
+        with open_in_fp32([self.get_moment(matrix.master, "momentum")]) as (momentum,):
             momentum.lerp_(gradient, 1.0 - decay)
         if self._config.muon_nesterov:
             return gradient.lerp(momentum, decay)
@@ -233,7 +222,7 @@ class Muon(Optimizer):
 
     def _orthogonalise(self, matrix: _Matrix, received: Sequence[Tensor]) -> Tensor:
         """Return the orthogonal update of a whole matrix from the parts of all ranks."""
-        whole = torch.empty(matrix.shape, dtype=self._dtype, device=matrix.momentum.device)
+        whole = torch.empty(matrix.shape, dtype=self._dtype, device=self._mesh.device)
         for part, values in zip(matrix.parts, received, strict=True):
             whole[part.index] = values.view(part.shape)
         config = self._config
@@ -357,7 +346,6 @@ def _describe_matrix(
             scales[rows_of_block] = scale
     return _Matrix(
         master,
-        make_moment(master.weight, "momentum", config),
         parts,
         (rows, columns),
         blocks,

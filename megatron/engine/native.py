@@ -35,7 +35,7 @@ from megatron.engine.replicated_gradients import add_over_tensor_ranks
 from megatron.engine.runner import build_runner
 from megatron.model.inputs import Inputs
 from megatron.model.parametrization import compute_scaling
-from megatron.parallel.layers import ParameterSpec
+from megatron.parallel.parameter_spec import ParameterSpec
 from megatron.parallel.shard import Kind, TensorShard
 from megatron.parallel.torch_private import foreach_copy_, foreach_mul_
 
@@ -104,7 +104,12 @@ class NativeEngine(EngineBase):
                     parameter,
                     nn.Parameter(local, requires_grad=False),
                     self._plan.config.optimizer.weight_decay_on_embeddings,
-                    compute_scaling(spec.get_global_name(name), spec, self._plan.shape),
+                    compute_scaling(
+                        spec.get_global_name(name),
+                        spec,
+                        self._plan.shape,
+                        self._plan.config.optimizer,
+                    ),
                 )
             )
         return masters

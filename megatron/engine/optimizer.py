@@ -12,23 +12,26 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from megatron.base import apex
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.optimizer import OPTIMIZERS, OptimizerConfig, OptimizerRow, OptimizerState
+from megatron.model.fused_operators import FusedOperators
 from megatron.model.gpt import EMBEDDING, INPUT_AND_OUTPUT
 from megatron.model.parametrization import UNSCALED, Scaling
-from megatron.parallel.layers import ParameterSpec
-from megatron.parallel.shard import ADAM_KINDS, Kind
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.parameter_spec import ParameterSpec
+from megatron.parallel.shard import Kind
 from megatron.parallel.torch_private import (
     foreach_copy_,
     foreach_mul_,
     foreach_norm,
     fused_adamw_,
 )
+from megatron.plan.run_plan import Plan
 
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Value of --exp-avg-dtype and --exp-avg-sq-dtype -> the dtype."""
@@ -59,8 +62,8 @@ class MasterParameter:
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay applies. It applies to matrices, but not to biases and norms."""
-        if len(self.spec.shape) == 1:
+        """Whether weight decay applies. The spec and, for the embedding, the settings decide."""
+        if not self.spec.decays:
             return False
         return self.decay_embeddings or not self.name.startswith(EMBEDDING)
 
@@ -70,29 +73,55 @@ class MasterParameter:
         return self.name in INPUT_AND_OUTPUT
 
 
+Masters = list[MasterParameter]
+
+
 class Optimizer(ABC):
     """The rule that updates all master parameters of this rank.
 
-    The states exist from the start, so that a checkpoint can be loaded into them.
+    The states exist from the start, so that a checkpoint can be loaded into them. They are zero.
     """
 
+    row: ClassVar[OptimizerRow]
+    """Its row of `OPTIMIZERS`, which has the states."""
     description: tuple[str, str, str]
     """The row of the table printed at start. See `Engine.describe_choices`."""
     writes_copies = False
     """Whether `step` also writes the copies in 16 bits with which the model computes."""
 
-    def __init__(self, masters: list[MasterParameter]) -> None:
+    def __init__(self, masters: Masters, config: OptimizerConfig) -> None:
         """Create an optimizer of this rank's master parameters."""
         self.masters = masters
         self.step_count = 0
+        self._config = config
+        self.states: dict[Tensor, dict[Kind, Tensor]] = {
+            master.weight: {
+                state.kind: make_moment(master.weight, state, config) for state in self.row.states
+            }
+            for master in masters
+            if self.row.updates(master.name, len(master.spec.shape))
+        }
+        """Weight of a master -> its live states."""
 
-    @abstractmethod
+    @classmethod
+    def build(cls, masters: Masters, plan: Plan, mesh: Mesh, operators: FusedOperators) -> Self:
+        """Build the optimizer of a run. All ranks must call it.
+
+        Args:
+            masters: The parameters of this rank.
+            plan: The plan of the run.
+            mesh: This rank's mesh.
+            operators: The kernels of the run. AdamW may have one.
+        """
+        return cls(masters, plan.config.optimizer)
+
     def get_kinds(self, master: MasterParameter) -> tuple[Kind, ...]:
         """Return the kinds of state that a parameter has, such as Adam's two moments."""
+        return tuple(self.states[master.weight])
 
-    @abstractmethod
     def get_moment(self, master: MasterParameter, kind: Kind) -> Tensor:
         """Return a live state of a parameter, with the shape of its master."""
+        return self.states[master.weight][kind]
 
     @abstractmethod
     def step(self, lr: float, decoupled_lr: float | None = None, factor: float = 1.0) -> None:
@@ -110,9 +139,9 @@ class Optimizer(ABC):
 
     def reset(self) -> None:
         """Reset the states and the step count to zero."""
-        for master in self.masters:
-            for kind in self.get_kinds(master):
-                self.get_moment(master, kind).zero_()
+        for states in self.states.values():
+            for state in states.values():
+                state.zero_()
         self.set_step_count(0)
 
 
@@ -139,13 +168,9 @@ def compute_decay(master: MasterParameter, config: OptimizerConfig) -> float:
     return config.weight_decay * master.scaling.decay
 
 
-def make_moment(weight: Tensor, kind: Kind, config: OptimizerConfig) -> Tensor:
-    """Return a state of a parameter, filled with zeros, in the dtype of the configuration.
-
-    AdEMAMix's slow average is always fp32. A step changes it by less than bf16 can hold.
-    """
-    names = {"exp_avg_sq": config.exp_avg_sq_dtype, "exp_avg_slow": "fp32"}
-    return torch.zeros_like(weight, dtype=MOMENT_DTYPES[names.get(kind, config.exp_avg_dtype)])
+def make_moment(weight: Tensor, state: OptimizerState, config: OptimizerConfig) -> Tensor:
+    """Return a state of a parameter, filled with zeros, in the dtype of the configuration."""
+    return torch.zeros_like(weight, dtype=MOMENT_DTYPES[state.get_dtype(config)])
 
 
 @contextmanager
@@ -208,10 +233,12 @@ def scale_gradients(masters: Sequence[MasterParameter], factor: float) -> None:
 class AdamW(Optimizer):
     """Adam with decoupled weight decay on matrices only."""
 
+    row = OPTIMIZERS.require("adam")
+
     def __init__(self, masters: list[MasterParameter], config: OptimizerConfig) -> None:
         """Create the optimizer: apex's FusedAdam on a GPU if installed, otherwise torch's AdamW."""
-        super().__init__(masters)
-        groups: list[dict[str, Any]] = [
+        super().__init__(masters, config)
+        self._groups: list[dict[str, Any]] = [
             {
                 # A rank may have no element of a small parameter. apex's kernel skips the tensors
                 # that follow an empty one in its list.
@@ -228,48 +255,47 @@ class AdamW(Optimizer):
             reason = "apex keeps moments in fp32"
             if not stores_bf16(config):
                 apex_adam, reason = apex.find("apex.optimizers", "FusedAdam")
-        # apex keeps the step count in the parameter groups, torch in each parameter's state.
-        self.is_apex = apex_adam is not None
-        # The learning rate is 0 here, because `step` sets it.
+        self.description = ("optimizer", "torch AdamW, fused", reason)
+        self._apex: torch.optim.Optimizer | None = None
         if apex_adam is not None:
             betas = (config.adam_beta1, config.adam_beta2)
-            self._optimizer: torch.optim.Optimizer | _TorchAdamW = apex_adam(
-                groups, lr=0.0, betas=betas, eps=config.adam_eps, adam_w_mode=True
+            # The learning rate is 0 here, because `step` sets it.
+            self._apex = apex_adam(
+                self._groups, lr=0.0, betas=betas, eps=config.adam_eps, adam_w_mode=True
             )
             self.description = ("optimizer", "apex FusedAdam", reason)
-        else:
-            self._optimizer = _TorchAdamW(groups, config)
-            self.description = ("optimizer", "torch AdamW, fused", reason)
-        # The optimizer would create its state in the first step. A load needs it earlier.
-        for master in masters:
-            self._optimizer.state[master.weight] = {
-                kind: make_moment(master.weight, kind, config) for kind in ADAM_KINDS
-            }
+            self._groups = self._apex.param_groups
+            # apex would create its state in the first step. A load needs it earlier.
+            self._apex.state.update(self.states)
         self.set_step_count(0)
+
+    @classmethod
+    def build(cls, masters: Masters, plan: Plan, mesh: Mesh, operators: FusedOperators) -> Self:
+        """Build the optimizer, with a kernel if there is one. See `Optimizer.build`."""
+        build: Any = operators.build_adamw or cls
+        return build(masters, plan.config.optimizer)
+
+    @property
+    def is_apex(self) -> bool:
+        """Whether apex updates the weights."""
+        return self._apex is not None
 
     def set_step_count(self, count: int) -> None:
         """Set the number of steps that the moments have had. See `Optimizer.set_step_count`."""
         super().set_step_count(count)
-        if self.is_apex:
-            for group in self._optimizer.param_groups:
+        # apex keeps the step count in the parameter groups.
+        if self._apex is not None:
+            for group in self._groups:
                 group["step"] = count
-
-    def get_kinds(self, master: MasterParameter) -> tuple[Kind, ...]:
-        """Return Adam's two moments. See `Optimizer.get_kinds`."""
-        return ADAM_KINDS
-
-    def get_moment(self, master: MasterParameter, kind: Kind) -> Tensor:
-        """Return the live `exp_avg` or `exp_avg_sq` of a parameter."""
-        return self._optimizer.state[master.weight][kind]
 
     def step(self, lr: float, decoupled_lr: float | None = None, factor: float = 1.0) -> None:
         """Update the weights. See `Optimizer.step`."""
         self._begin_step(lr, decoupled_lr)
-        if isinstance(self._optimizer, _TorchAdamW):
-            self._optimizer.update(self.step_count, factor)
+        if self._apex is None:
+            self._update(factor)
         else:
             scale_gradients(self.masters, factor)
-            self._optimizer.step()
+            self._apex.step()
 
     def step_if(self, decision: Tensor, lr: float, decoupled_lr: float | None) -> None:
         """Update the weights if the device has decided so. apex cannot do it.
@@ -282,46 +308,32 @@ class AdamW(Optimizer):
             lr: See `step`.
             decoupled_lr: See `step`.
         """
+        assert self._apex is None, "apex cannot drop a step"
         self._begin_step(lr, decoupled_lr)
-        assert isinstance(self._optimizer, _TorchAdamW), "apex cannot drop a step"
-        self._optimizer.update(self.step_count, decision[1], 1.0 - decision[0])
+        self._update(decision[1], 1.0 - decision[0])
 
     def _begin_step(self, lr: float, decoupled_lr: float | None) -> None:
-        for group in self._optimizer.param_groups:
+        for group in self._groups:
             rate = choose_rate(lr, decoupled_lr, decoupled=group["decoupled"])
             group["lr"] = rate * group["factor"]
         self.step_count += 1
 
-
-class _TorchAdamW:
-    """torch's fused AdamW, with the attributes of `torch.optim.AdamW` that `AdamW` uses.
-
-    It calls the operator that torch's class calls. The class itself imports torch's compiler when
-    it is created, which takes seconds on every rank.
-    """
-
-    def __init__(self, groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> None:
-        """Keep the parameter groups, each with its weight decay. The state is empty."""
-        self.param_groups = groups
-        self.state: dict[Tensor, dict[Kind, Tensor]] = {}
-        self._config = config
-
     @torch.no_grad()
-    def update(
-        self, step_count: int, factor: float | Tensor, dropped: Tensor | None = None
-    ) -> None:
-        """Update the parameters that have a gradient.
+    def _update(self, factor: float | Tensor, dropped: Tensor | None = None) -> None:
+        """Update the parameters that have a gradient, with the operator of `torch.optim.AdamW`.
+
+        That class itself imports torch's compiler when it is created, which takes seconds on every
+        rank.
 
         Args:
-            step_count: Number of this step, from 1.
             factor: See `Optimizer.step`. A number, or a scalar on the device.
             dropped: A scalar on the device, 1 to change nothing and 0 to update. None: 0.
         """
         config = self._config
-        for group in self.param_groups:
+        for group in self._groups:
             tensors = [
-                # The states are in the order of `ADAM_KINDS`.
-                (weight, weight.grad, *self.state[weight].values())
+                # The states are in the order of the row: first and second moment.
+                (weight, weight.grad, *self.states[weight].values())
                 for weight in group["params"]
                 if weight.grad is not None
             ]
@@ -329,7 +341,7 @@ class _TorchAdamW:
                 continue
             device = tensors[0][0].device
             # The operator needs the count on the device. A fill does not make the host wait.
-            step = torch.full((), float(step_count), dtype=torch.float32, device=device)
+            step = torch.full((), float(self.step_count), dtype=torch.float32, device=device)
             scale = None
             if isinstance(factor, Tensor) and device.type != "cpu":
                 # The operator divides by its scale, which must be in fp32.

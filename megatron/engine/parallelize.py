@@ -16,8 +16,9 @@ from megatron.model.gpt import GPT
 from megatron.model.partition import select_stages_of_rank
 from megatron.model.recompute import Recomputation
 from megatron.parallel.entered_linear import offer_to_graphs
-from megatron.parallel.layers import ColumnParallelLinear, ParameterSpec, RowParallelLinear
+from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.parameter_spec import ParameterSpec
 from megatron.parallel.weight_gradient import number_layer
 from megatron.plan.run_plan import Plan
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.model.attention_core import (
+    Weighting,
     attend,
     attend_by_document,
     attend_in_context,
@@ -33,6 +34,7 @@ from megatron.model.dropout import Dropout, WeightDropout
 from megatron.model.fused_operators import FusedOperators
 from megatron.model.inputs import Documents
 from megatron.model.key_value_cache import attend_with_new_token
+from megatron.model.layer_parts import ATTENTIONS, SOFTMAXES
 from megatron.model.loss import split_rows
 from megatron.model.norm import build_query_key_norm
 from megatron.model.packed_attention import attend_packed
@@ -41,9 +43,9 @@ from megatron.model.shape import LayerDescription, ModelShape
 from megatron.parallel.context import Keys
 from megatron.parallel.layers import (
     ColumnParallelLinear,
-    Init,
     RowParallelLinear,
     SharedGroupsLinear,
+    make_parameter,
     split_evenly,
 )
 from megatron.parallel.mesh import ContextParallel, TensorParallel
@@ -82,7 +84,7 @@ def find_largest_attention_logit(
         query, parts = share_sequence(query, key, key, window, context)
     largest = torch.zeros((), dtype=torch.float32, device=query.device)
     for piece in list_pieces(query, parts, documents, window):
-        own_bias = piece.select_bias(bias)
+        own_bias = piece.cut(Weighting(bias)).bias
         for queries, keys in zip(piece.query, piece.key, strict=True):
             largest = torch.maximum(largest, _search_piece(queries, keys, own_bias))
     return largest
@@ -145,37 +147,25 @@ class SelfAttention(nn.Module):
         self.window = layer.window
         self.head_dim = shape.head_dim
         self.query_factor = shape.query_factor
+        specs = ATTENTIONS.require("dot_product").list_parameters(shape, tp.size, tp.rank)
         self.qkv: ColumnParallelLinear | SharedGroupsLinear
         if shape.query_groups >= tp.size:
             self.groups = split_evenly(shape.query_groups, tp)
             self.heads_per_group = config.num_attention_heads // shape.query_groups
-            # n/g query heads, one key and one value for each group.
-            rows = shape.query_groups * (self.heads_per_group + 2) * shape.head_dim
-            self.qkv = ColumnParallelLinear(
-                config.hidden_size, rows, bias=shape.has_qkv_bias, tp=tp, init=Init.NORMAL
-            )
+            self.qkv = ColumnParallelLinear(specs, "qkv", tp)
         else:
             # Several ranks share a group, and each has some of its query heads.
             self.groups = 1
             self.heads_per_group = split_evenly(config.num_attention_heads, tp)
-            self.qkv = SharedGroupsLinear(
-                config.hidden_size,
-                heads=config.num_attention_heads,
-                groups=shape.query_groups,
-                head_dim=shape.head_dim,
-                bias=shape.has_qkv_bias,
-                tp=tp,
-                init=Init.NORMAL,
-            )
-        self.q_norm = build_query_key_norm(config, config.num_attention_heads, shape.head_dim, tp)
-        self.k_norm = build_query_key_norm(config, shape.query_groups, shape.head_dim, tp)
-        self.out = RowParallelLinear(
-            config.num_attention_heads * shape.head_dim,
-            config.hidden_size,
-            bias=shape.has_attention_bias,
-            tp=tp,
-            init=Init.SCALED_NORMAL,
-        )
+            self.qkv = SharedGroupsLinear(specs, "qkv", tp)
+        self.q_norm = build_query_key_norm(config, specs.get("q_norm.weight"), tp)
+        self.k_norm = build_query_key_norm(config, specs.get("k_norm.weight"), tp)
+        self.out = RowParallelLinear(specs, "out", tp)
+        self.has_sink = SOFTMAXES.require(config.softmax_type).has_sink
+        self.sink: nn.Parameter | None = None
+        if "sink" in specs:
+            heads = split_evenly(config.num_attention_heads, tp)
+            self.sink = make_parameter((heads,), specs["sink"])
         self.dropout = dropout
         self.recompute_core = False
         """Whether the backward pass computes the attention core again (selective recomputation)."""
@@ -306,29 +296,37 @@ class SelfAttention(nn.Module):
             head = self.dropout.tp.rank * query.shape[1]
             drop = WeightDropout(self.dropout, dropout_key, head)
         bias = self._select_bias(positions)
+        # A cache hides empty slots by a bias of its own.
+        only_window = positions.bias is None and positions.cache is None
+        kernels = self.operators.sinks
+        weighting = Weighting(
+            bias, self.window, drop, self._get_sink(query), kernels, only_window=only_window
+        )
         # This function runs again in a recomputation, which must use the same kernel.
-        kernels = use_attention_kernels(self.kernels)
+        allowed = use_attention_kernels(self.kernels)
         # Generation and packed documents have complete sequences.
         if positions.context.size > 1:
-            with kernels:
+            with allowed:
                 return attend_in_context(
-                    query,
-                    key,
-                    value,
-                    bias,
-                    positions.documents,
-                    self.window,
-                    drop,
-                    positions.context,
+                    query, key, value, weighting, positions.documents, positions.context
                 )
-        if positions.packed is not None:
+        if positions.packed is not None and not self.has_sink:
             assert drop is None, "the kernel has no dropout"
             return attend_packed(query, key, value, positions.packed, self.window)
+        # The kernel that gets all documents at once needs a GPU.
+        if positions.packed is not None and kernels is not None and query.is_cuda:
+            return kernels.attend_packed(query, key, value, positions.packed, weighting)
         if positions.cache is not None:
             key, value = positions.cache.append(self.number, key, value)
-            if query.shape[2] < key.shape[2]:
+            if query.shape[2] < key.shape[2] and not self.has_sink:
                 return attend_with_new_token(query, key, value, bias)
-        with kernels:
+        with allowed:
             if positions.documents is not None:
-                return attend_by_document(query, key, value, bias, positions.documents, drop)
-            return attend(query, key, value, bias, drop)
+                return attend_by_document(query, key, value, weighting, positions.documents)
+            return attend(query, key, value, weighting)
+
+    def _get_sink(self, query: Tensor) -> Tensor | None:
+        """Return the sinks of this rank's heads, [n/t], or None."""
+        if self.has_sink and self.sink is None:
+            return query.new_zeros(query.shape[1])
+        return self.sink

@@ -19,33 +19,81 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.model.dropout import WeightDropout
+from megatron.model.fused_operators import SinkAttention
 from megatron.model.inputs import Documents
 from megatron.model.loss import split_rows
 from megatron.parallel.context import Keys, exchange_heads, read_keys, return_heads
 from megatron.parallel.mesh import ContextParallel
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    drop: WeightDropout | None = None,
-) -> Tensor:
+@dataclass(frozen=True)
+class Weighting:
+    """How the logits of some queries become weights."""
+
+    bias: Tensor | None = None
+    """[1, 1 or n, queries, keys], with the causal mask and the window, or None."""
+    window: int | None = None
+    """Number of keys that a query reads, up to its position. None: all of them."""
+    drop: WeightDropout | None = None
+    """Dropout of the weights, or None."""
+    sink: Tensor | None = None
+    """The logit of each head that has no value, [n], or None:
+    softmax([q k / sqrt(d), sink]) without the sink's column is the weight of a value."""
+    kernels: SinkAttention | None = None
+    """Kernels of attention with sinks. None: products and a softmax compute it."""
+    only_window: bool = True
+    """Whether the bias has nothing but the causal mask and the window."""
+
+    def cut(self, sample: int, query: int, key: int, queries: int, keys: int) -> "Weighting":
+        """Return the weighting of a part of the logits.
+
+        A bias depends on distances only. So its lower right corner is that of the last queries and
+        keys, which are at the same position.
+
+        Args:
+            sample: Number of the first sample in the microbatch.
+            query: Position of the first query in its sample.
+            key: Position of the first key in its sample.
+            queries: Number of queries.
+            keys: Number of keys.
+        """
+        bias = self.bias
+        if bias is not None:
+            bias = bias[:, :, bias.shape[2] - queries :, bias.shape[3] - keys :]
+        drop = self.drop and replace(self.drop, sample=sample, query=query, key=key)
+        return replace(self, bias=bias, drop=drop)
+
+    def take_heads(self, rank: int, heads: int) -> "Weighting":
+        """Return the weighting of this rank's heads, of equally many on each rank.
+
+        The bias has been made for these heads.
+        """
+        first = rank * heads
+        drop = self.drop and replace(self.drop, head=self.drop.head + first)
+        sink = None if self.sink is None else self.sink[first : first + heads]
+        return replace(self, drop=drop, sink=sink)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
     """Call PyTorch's attention, which chooses between flash and other kernels.
 
     With dropout, products and a softmax compute the same, because these kernels draw masks of their
-    own.
+    own. So they do with a sink, if no kernel with its logsumexp takes these inputs.
 
     Args:
         query: [b, n, queries, d].
         key: [b, g, keys, d], with at least as many keys as queries.
         value: Same shape.
-        bias: [1, 1 or n, queries, keys], with the causal mask, or None.
-        drop: Dropout of the weights, or None.
+        weighting: How the logits become weights.
     """
-    if drop is not None and not drop.dropout.by_attention_kernel:
-        return _attend_with_mask(query, key, value, bias, drop)
+    bias, drop = weighting.bias, weighting.drop
+    if drop is not None and not (weighting.sink is None and drop.dropout.by_attention_kernel):
+        return _attend_with_mask(query, key, value, weighting)
+    if weighting.sink is not None:
+        found = None
+        if weighting.kernels is not None:
+            found = weighting.kernels.attend(query, key, value, weighting)
+        return _attend_with_mask(query, key, value, weighting) if found is None else found
     queries, keys = query.shape[2], key.shape[2]
     # A bias includes the causal mask. The kernel does not accept a bias together with is_causal.
     mask = bias
@@ -67,17 +115,11 @@ def attend(
 
 
 def attend_by_document(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    documents: Documents,
-    drop: WeightDropout | None = None,
+    query: Tensor, key: Tensor, value: Tensor, weighting: Weighting, documents: Documents
 ) -> Tensor:
     """Compute attention within each document separately.
 
-    No [s, s] mask of document boundaries is made, and shorter documents cost less. A bias depends
-    on distances only, so its upper left corner is the bias of a shorter document.
+    No [s, s] mask of document boundaries is made, and shorter documents cost less.
     """
     samples = []
     for sample, bounds in enumerate(documents):
@@ -85,9 +127,7 @@ def attend_by_document(
         for start, stop in pairwise(bounds):
             q, k, v = (t[sample : sample + 1, :, start:stop] for t in (query, key, value))
             length = stop - start
-            own_bias = None if bias is None else bias[:, :, :length, :length]
-            own = drop and replace(drop, sample=sample, query=start, key=start)
-            parts.append(attend(q, k, v, own_bias, own))
+            parts.append(attend(q, k, v, weighting.cut(sample, start, start, length, length)))
         samples.append(torch.cat(parts, dim=2))
     return torch.cat(samples)
 
@@ -109,11 +149,10 @@ class QueryPiece:
     value: Tensor
     """Same shape."""
 
-    def select_bias(self, bias: Tensor | None) -> Tensor | None:
-        """Return the bias of this piece, which depends on the distances only."""
-        if bias is None:
-            return None
-        return bias[:, :, -self.query.shape[2] :, -self.key.shape[2] :]
+    def cut(self, weighting: Weighting) -> Weighting:
+        """Return the weighting of this piece."""
+        sizes = self.query.shape[2], self.key.shape[2]
+        return weighting.cut(self.sample, self.first_query, self.first_key, *sizes)
 
 
 def list_pieces(
@@ -181,10 +220,8 @@ def attend_in_context(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    bias: Tensor | None,
+    weighting: Weighting,
     documents: Documents | None,
-    window: int | None,
-    drop: WeightDropout | None,
     context: ContextParallel,
 ) -> Tensor:
     """Compute attention over a sequence that context-parallel ranks share.
@@ -193,26 +230,21 @@ def attend_in_context(
         query: This rank's positions, [b, n, s/c, d].
         key: [b, g, s/c, d].
         value: Same shape.
-        bias: [1, 1 or heads, queries, keys], for the longest part and its keys, or None.
+        weighting: How the logits become weights. The bias is that of the longest part.
         documents: Bounds of the documents of each sample. None: each sample is one document.
-        window: Number of keys that a query reads, up to its position. None: all of them.
-        drop: Dropout of the weights, or None.
         context: The context-parallel ranks.
 
     Returns:
         [b, n, s/c, d].
     """
-    query, parts = share_sequence(query, key, value, window, context)
+    query, parts = share_sequence(query, key, value, weighting.window, context)
     # After the exchange, this rank has a range of the heads for all positions.
-    if drop is not None and context.exchange_heads:
-        drop = replace(drop, head=drop.head + context.rank * query.shape[1])
+    if context.exchange_heads:
+        weighting = weighting.take_heads(context.rank, query.shape[1])
     # The results of each sample are in the order of their positions.
     found: list[list[Tensor]] = [[] for _ in documents or range(1)]
-    for piece in list_pieces(query, parts, documents, window):
-        own = drop and replace(
-            drop, sample=piece.sample, query=piece.first_query, key=piece.first_key
-        )
-        result = attend(piece.query, piece.key, piece.value, piece.select_bias(bias), own)
+    for piece in list_pieces(query, parts, documents, weighting.window):
+        result = attend(piece.query, piece.key, piece.value, piece.cut(weighting))
         found[piece.sample].append(result)
     out = torch.cat([torch.cat(of_sample, dim=2) for of_sample in found])
     if context.exchange_heads:
@@ -220,10 +252,8 @@ def attend_in_context(
     return out
 
 
-def _attend_with_mask(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, drop: WeightDropout
-) -> Tensor:
-    """Compute attention with dropout, as `attend` does, for some queries at a time.
+def _attend_with_mask(query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
+    """Compute attention by products and a softmax, as `attend` does, for some queries at a time.
 
     The backward pass computes each block again, so the weights of one block are in memory.
     """
@@ -239,9 +269,11 @@ def _attend_with_mask(
     for part in parts:
         # Later keys are masked for all of these queries.
         seen = part.stop + before
+        bias = weighting.bias
         own_bias = None if bias is None else bias[:, :, part, :seen]
-        arguments = query[:, :, part], key[:, :, :seen], value[:, :, :seen], own_bias
-        compute = partial(_attend_to_block, drop, part.start)
+        parts_of_block = query[:, :, part], key[:, :, :seen], value[:, :, :seen], own_bias
+        arguments = *parts_of_block, weighting.sink
+        compute = partial(_attend_to_block, weighting.drop, part.start)
         if len(parts) > 1 and torch.is_grad_enabled():
             # A mask is a function of its place, so there is no random state to preserve.
             out.append(
@@ -253,12 +285,13 @@ def _attend_with_mask(
 
 
 def _attend_to_block(
-    drop: WeightDropout,
+    drop: WeightDropout | None,
     first: int,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     bias: Tensor | None,
+    sink: Tensor | None,
 ) -> Tensor:
     """Compute the attention of the queries from `first` on. See `_attend_with_mask`."""
     dtype = query.dtype
@@ -273,4 +306,10 @@ def _attend_to_block(
         logits = logits.masked_fill(later, -math.inf)
     else:
         logits = logits + bias
-    return drop(logits.softmax(dim=3).to(dtype), first) @ value
+    if sink is None:
+        weights = logits.softmax(dim=3)
+    else:
+        column = sink.float().view(-1, 1, 1).expand(*logits.shape[:3], 1)
+        weights = torch.cat((logits, column), dim=3).softmax(dim=3)[..., :-1]
+    weights = weights.to(dtype)
+    return (weights if drop is None else drop(weights, first)) @ value

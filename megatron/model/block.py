@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.loss import LossConfig
+from megatron.config.table import Table
 from megatron.model.attention import SelfAttention
 from megatron.model.dropout import Dropout
 from megatron.model.experts.layer import MixtureMLP
 from megatron.model.experts.routing import Routing
 from megatron.model.mlp import MLP
-from megatron.model.norm import LayerNorm, RMSNorm, build_norm
+from megatron.model.norm import Norm, build_norm
 from megatron.model.positions import Positions
 from megatron.model.recompute import Recomputation
 from megatron.model.shape import ModelShape
@@ -31,8 +32,9 @@ from megatron.parallel.mesh import ContextParallel, ExpertParallel, TensorParall
 # One block has three dropouts: attention probabilities, attention output and MLP output.
 _SITES_PER_BLOCK = 3
 
+ATTENTION_MODULES = Table("attention", {"dot_product": SelfAttention})
+"""Kind of attention -> its module."""
 Half = Callable[..., Any]
-Norm = LayerNorm | RMSNorm
 
 
 class Block(nn.Module):
@@ -74,7 +76,8 @@ class Block(nn.Module):
         self.parallel_residual = config.parallel_residual
         self.residual_factor = shape.residual_factor
         core_dropout = Dropout(config.attention_dropout, site, config.seq_length, tp, context)
-        self.attention = SelfAttention(shape, layer, core_dropout, tp)
+        build_attention = ATTENTION_MODULES.require(layer.attention)
+        self.attention = build_attention(shape, layer, core_dropout, tp)
         p, width = config.hidden_dropout, config.hidden_size
         self.attention_dropout = Dropout(p, site + 1, width, tp, context)
         if norm_first:

@@ -8,8 +8,9 @@ from megatron.model.inputs import Inputs
 from megatron.model.norm import LayerNorm
 from megatron.model.shape import ModelShape
 from megatron.parallel.context import take_own
-from megatron.parallel.layers import Init, VocabParallelEmbedding, make_replicated_outside_region
+from megatron.parallel.layers import VocabParallelEmbedding, make_replicated_outside_region
 from megatron.parallel.mesh import ContextParallel, TensorParallel
+from megatron.parallel.parameter_spec import Init, make_matrix_spec
 
 
 class Embedding(nn.Module):
@@ -49,9 +50,8 @@ class Embedding(nn.Module):
         rows = shape.position_table_size
         self.position: nn.Parameter | None = None
         if rows:
-            self.position = make_replicated_outside_region(
-                (rows, config.hidden_size), tp, Init.TABLE
-            )
+            spec = make_matrix_spec(rows, config.hidden_size, Init.TABLE)
+            self.position = make_replicated_outside_region(spec, tp)
         self.dropout = Dropout(config.hidden_dropout, 0, config.hidden_size, tp, context)
 
     def forward(self, inputs: Inputs) -> Tensor:

@@ -20,13 +20,22 @@ of the attention core, since flash kernels always do it.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import assert_never
 
-from megatron.config.optimizer import OptimizerConfig
-from megatron.model.shape import ModelShape
+from megatron.config.model import MLPKind
+from megatron.config.optimizer import OPTIMIZERS, OptimizerConfig
+from megatron.model.layer_parts import (
+    ATTENTIONS,
+    get_activation,
+    list_expert_parameters,
+    list_layer_parameters,
+    list_norm_parameters,
+)
+from megatron.model.shape import LayerDescription, ModelShape
+from megatron.parallel.parameter_spec import ParameterSpec
 
 
 @dataclass(frozen=True)
@@ -49,52 +58,30 @@ def get_widths(shape: ModelShape) -> Widths:
         f=f,
         q=shape.config.num_attention_heads * shape.head_dim,
         k=shape.query_groups * shape.head_dim,
-        mlp_in=2 * f if shape.config.glu_activation else f,
+        mlp_in=f * (1 + get_activation(shape.config).gated),
     )
 
 
 # Parameters
 
 
+def _count(specs: Iterable[ParameterSpec], tensor_size: int = 1, expert_size: int = 1) -> int:
+    """Return the elements that a rank holds of some parameters."""
+    return sum(math.prod(spec.compute_local_shape(tensor_size, expert_size)) for spec in specs)
+
+
+@lru_cache(maxsize=256)
+def _list_specs(
+    shape: ModelShape, tensor_size: int = 1, mlp: MLPKind = "dense"
+) -> tuple[ParameterSpec, ...]:
+    """Return the parameters of a layer with this kind of MLP."""
+    layer = LayerDescription(0, rotary=False, window=None, mlp=mlp)
+    return tuple(list_layer_parameters(shape, layer, tensor_size).values())
+
+
 def count_norm_parameters(shape: ModelShape) -> int:
-    """Return the parameters of one norm: weight h, and for LayerNorm with biases a bias h."""
-    return shape.config.hidden_size * _count_norm_vectors(shape)
-
-
-def _count_norm_vectors(shape: ModelShape) -> int:
-    """Return the number of vectors of a norm that `--normalization` names."""
-    match shape.config.normalization:
-        case "LayerNorm":
-            return 1 + shape.config.norm_bias
-        case "RMSNorm":
-            return 1
-        case _:
-            assert_never(shape.config.normalization)
-
-
-def _count_query_key_norm_parameters(shape: ModelShape, tensor_parallel_size: int) -> int:
-    """Return the parameters of a layer's norms of queries and keys on one tensor-parallel rank.
-
-    A norm of single heads has a weight d, and possibly a bias d, on every rank. A norm of all
-    heads has a weight for each channel, which the ranks share out.
-    """
-    match shape.config.qk_norm:
-        case None:
-            return 0
-        case "head":
-            return 2 * shape.head_dim * _count_norm_vectors(shape)
-        case "full":
-            w = get_widths(shape)
-            return (w.q + w.k) // tensor_parallel_size
-        case _:
-            assert_never(shape.config.qk_norm)
-
-
-def _count_activation_parameters(shape: ModelShape) -> int:
-    """Return the weights of a layer's activation function, which every tensor-parallel rank has."""
-    if shape.config.glu_activation is not None:
-        return 0
-    return {"gelu": 0, "squared_relu": 0, "xielu": 2}[shape.config.activation]
+    """Return the parameters of one norm over the hidden size."""
+    return _count(list_norm_parameters(shape.config, shape.config.hidden_size).values())
 
 
 def count_layer_matrix_parameters(shape: ModelShape, tensor_parallel_size: int = 1) -> int:
@@ -102,74 +89,26 @@ def count_layer_matrix_parameters(shape: ModelShape, tensor_parallel_size: int =
 
     For GPT-2 on one rank these are 12 h^2.
     """
-    w = get_widths(shape)
-    queries, replicated = _divide_attention_columns(shape, tensor_parallel_size)
-    # In this order: query, key and value, attention output, MLP input, MLP output.
-    sharded = w.h * queries + w.q * w.h + w.h * w.mlp_in + w.f * w.h
-    return sharded // tensor_parallel_size + w.h * replicated
-
-
-def _divide_attention_columns(shape: ModelShape, tensor_parallel_size: int) -> tuple[int, int]:
-    """Return how many columns of queries, keys and values are sharded, and how many replicated.
-
-    Keys and values are replicated if several ranks share a query group.
-    """
-    w = get_widths(shape)
-    if shape.query_groups < tensor_parallel_size:
-        return w.q, 2 * w.k
-    return w.q + 2 * w.k, 0
+    matrices = [spec for spec in _list_specs(shape, tensor_parallel_size) if spec.decays]
+    return _count(matrices, tensor_parallel_size)
 
 
 def count_matrix_parameters(shape: ModelShape) -> int:
     """Return the elements of the matrices of all layers, with those of every expert."""
-    w = get_widths(shape)
-    of_layer = count_layer_matrix_parameters(shape)
-    mixture = _count_mixture_matrices(shape, shape.config.num_experts or 0)
-    others = mixture - w.h * (w.mlp_in + w.f)
-    return shape.config.num_layers * of_layer + len(shape.expert_layers) * others
+    number = len(shape.expert_layers)
+    mixture = 0
+    if number:
+        mixture = sum(math.prod(s.shape) for s in _list_specs(shape, mlp="experts") if s.decays)
+    others = shape.config.num_layers - number
+    return others * count_layer_matrix_parameters(shape) + number * mixture
 
 
 def count_layer_parameters(shape: ModelShape, tensor_parallel_size: int = 1) -> int:
     """Return the parameters of one transformer layer with an MLP on one tensor-parallel rank.
 
-    For GPT-2 on one rank these are 12 h^2 + 13 h. Column-parallel weights and biases and
-    row-parallel weights are sharded by t. Row-parallel biases and norms are on every rank, and so
-    are keys and values if there are fewer query groups than ranks.
+    For GPT-2 on one rank these are 12 h^2 + 13 h.
     """
-    w = get_widths(shape)
-    t = tensor_parallel_size
-    queries, replicated = _divide_attention_columns(shape, t)
-    column_biases = 0
-    row_biases = 0
-    if shape.has_mlp_bias:
-        column_biases += w.mlp_in
-        row_biases += w.h
-    if shape.has_attention_bias:
-        row_biases += w.h
-    if shape.has_qkv_bias:
-        column_biases += queries
-        row_biases += replicated
-    return (
-        count_layer_matrix_parameters(shape, t)
-        + column_biases // t
-        + row_biases
-        + 2 * count_norm_parameters(shape)
-        + _count_query_key_norm_parameters(shape, t)
-        + _count_activation_parameters(shape)
-    )
-
-
-def _count_mlp_parameters(shape: ModelShape, width: int) -> int:
-    """Return the parameters of an MLP or an expert of an inner width, on one rank."""
-    h = shape.config.hidden_size
-    rows = _count_mlp_columns(shape, width)
-    biases = rows + h if shape.has_mlp_bias else 0
-    return h * rows + width * h + biases
-
-
-def _count_mlp_columns(shape: ModelShape, width: int) -> int:
-    """Return the outputs of the first linear layer of an MLP of an inner width."""
-    return 2 * width if shape.config.glu_activation else width
+    return _count(_list_specs(shape, tensor_parallel_size), tensor_parallel_size)
 
 
 def count_expert_parameters(shape: ModelShape, expert_parallel_size: int = 1) -> int:
@@ -177,43 +116,15 @@ def count_expert_parameters(shape: ModelShape, expert_parallel_size: int = 1) ->
 
     Experts are whole, and the expert-parallel ranks divide their number.
     """
-    number = (shape.config.num_experts or 0) // expert_parallel_size
-    return number * _count_mlp_parameters(shape, shape.expert_width)
-
-
-def count_mixture_parameters(
-    shape: ModelShape, tensor_parallel_size: int = 1, expert_parallel_size: int = 1
-) -> int:
-    """Return the parameters of router, experts and shared expert of a layer on one rank.
-
-    Router and gate are on every rank. The shared expert is sharded as an MLP is.
-    """
-    config = shape.config
-    h = config.hidden_size
-    router = (config.num_experts or 0) * (h + shape.has_mlp_bias)
-    experts = count_expert_parameters(shape, expert_parallel_size)
-    shared = 0
-    width = config.moe_shared_expert_intermediate_size
-    if width is not None:
-        # The bias of the second layer is on every tensor-parallel rank.
-        whole = h if shape.has_mlp_bias else 0
-        sharded = _count_mlp_parameters(shape, width) - whole
-        gate = h if config.moe_shared_expert_gate else 0
-        shared = sharded // tensor_parallel_size + whole + gate
-    return router + experts + shared
+    return _count(list_expert_parameters(shape).values(), 1, expert_parallel_size)
 
 
 def count_expert_layer_parameters(
     shape: ModelShape, tensor_parallel_size: int = 1, expert_parallel_size: int = 1
 ) -> int:
     """Return the parameters of one layer with experts on one rank."""
-    whole = shape.config.hidden_size if shape.has_mlp_bias else 0
-    mlp = (_count_mlp_parameters(shape, shape.ffn_hidden_size) - whole) // tensor_parallel_size
-    return (
-        count_layer_parameters(shape, tensor_parallel_size)
-        - (mlp + whole)
-        + count_mixture_parameters(shape, tensor_parallel_size, expert_parallel_size)
-    )
+    specs = _list_specs(shape, tensor_parallel_size, "experts")
+    return _count(specs, tensor_parallel_size, expert_parallel_size)
 
 
 def count_word_embedding_parameters(shape: ModelShape, tensor_parallel_size: int = 1) -> int:
@@ -255,8 +166,8 @@ def count_active_parameters(shape: ModelShape) -> int:
     if config.num_experts is None:
         return count_parameters(shape)
     unused = config.num_experts - config.moe_router_topk
-    expert = _count_mlp_parameters(shape, shape.expert_width)
-    return count_parameters(shape) - len(shape.expert_layers) * unused * expert
+    of_unused = count_expert_parameters(shape) // config.num_experts * unused
+    return count_parameters(shape) - len(shape.expert_layers) * of_unused
 
 
 def count_stage_parameters(
@@ -304,38 +215,33 @@ def count_forward_flops_per_token(
         seq_length: The current length, for curriculum learning. The default is s.
         causal: Use the causal convention, rounded down.
     """
-    w = get_widths(shape)
     s = seq_length or shape.config.seq_length
-    # A product with an m x n matrix costs 2 m n for each token. The matrices are the projections of
-    # the attention and those of the MLP.
-    attention = 2 * (w.h * (w.q + 2 * w.k) + w.q * w.h)
-    matrices = attention + 2 * (w.h * w.mlp_in + w.f * w.h)
-    layers = (shape.describe_layer(index) for index in range(shape.config.num_layers))
-    windows = [min(s, layer.window or s) for layer in layers]
-    pairs = s * sum(windows)
-    if causal:
-        pairs = sum(_count_causal_pairs(s, window) for window in windows)
-    all_layers = shape.config.num_layers * matrices + 4 * pairs * w.q // s
-    used = _count_mixture_matrices(shape, shape.config.moe_router_topk)
-    with_experts = attention + 2 * used
-    all_layers += len(shape.expert_layers) * (with_experts - matrices)
-    return all_layers, 2 * w.h * shape.padded_vocab_size
+    all_layers = 0
+    pairs = 0
+    for index in range(shape.config.num_layers):
+        layer = shape.describe_layer(index)
+        window = min(s, layer.window or s)
+        seen = _count_causal_pairs(s, window) if causal else s * window
+        pairs += seen * ATTENTIONS.require(layer.attention).count_pair_flops(shape)
+        # A product with an m x n matrix costs 2 m n for each token.
+        all_layers += 2 * _count_used_matrices(shape, layer.mlp)
+    logits = 2 * shape.config.hidden_size * shape.padded_vocab_size
+    return all_layers + pairs // s, logits
 
 
-def _count_mixture_matrices(shape: ModelShape, experts: int) -> int:
-    """Return the elements of the matrices of router, shared expert and this many experts."""
-    config = shape.config
-    h = config.hidden_size
-
-    def count(width: int) -> int:
-        return h * _count_mlp_columns(shape, width) + width * h
-
-    shared = config.moe_shared_expert_intermediate_size
-    return (
-        h * (config.num_experts or 0)
-        + experts * count(shape.expert_width)
-        + (0 if shared is None else count(shared) + h * config.moe_shared_expert_gate)
-    )
+@lru_cache(maxsize=256)
+def _count_used_matrices(shape: ModelShape, mlp: MLPKind) -> int:
+    """Return the elements of a layer's matrices that a token is multiplied with."""
+    elements = 0
+    for spec in _list_specs(shape, mlp=mlp):
+        if spec.decays and spec.by_expert:
+            assert shape.config.num_experts is not None, "the layer has experts"
+            # A token uses some of the experts.
+            of_one = math.prod(spec.shape) // shape.config.num_experts
+            elements += of_one * shape.config.moe_router_topk
+        elif spec.decays:
+            elements += math.prod(spec.shape)
+    return elements
 
 
 def _count_causal_pairs(seq_length: int, window: int) -> int:
@@ -442,18 +348,16 @@ MOMENT_BYTES = {"fp32": 4, "bf16": 2}
 def count_state_bytes(config: OptimizerConfig, parameters: int, layer_matrices: int) -> int:
     """Return the bytes of an optimizer's states.
 
-    Adam has two moments for each parameter. AdEMAMix has a third one in fp32. Muon has the first
-    one for the matrices of the layers and Adam's for the rest.
-
     Args:
         config: The optimizer and the precision of its moments.
         parameters: Number of parameters.
         layer_matrices: How many of them are in the matrices of the layers.
     """
-    second = MOMENT_BYTES[config.exp_avg_sq_dtype]
-    both = (MOMENT_BYTES[config.exp_avg_dtype] + second) * parameters
-    return {
-        "adam": both,
-        "ademamix": both + 4 * parameters,
-        "muon": both - second * layer_matrices,
-    }[config.optimizer]
+    row = OPTIMIZERS.require(config.optimizer)
+    own = layer_matrices if row.layer_matrices_only else parameters
+    others = OPTIMIZERS.require("adam").states
+    return sum(
+        number * MOMENT_BYTES[state.get_dtype(config)]
+        for number, states in ((own, row.states), (parameters - own, others))
+        for state in states
+    )

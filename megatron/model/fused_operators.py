@@ -4,14 +4,17 @@ The model needs none of them. Without a kernel, it computes the same with PyTorc
 are the reference for each kernel, and the only path on a CPU.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
-from megatron.config.model import GLU
-from megatron.model.norm import LayerNorm, RMSNorm
+from megatron.model.norm import Norm
+
+if TYPE_CHECKING:
+    from megatron.model.attention_core import Weighting
+    from megatron.model.packed_attention import PackedDocuments
 
 
 class RotateProjection(Protocol):
@@ -36,19 +39,10 @@ class RotateProjection(Protocol):
         """
 
 
-class ApplyGate(Protocol):
-    """Computes the product inside a gated MLP."""
-
-    def __call__(self, gate: Tensor, up: Tensor, activation: GLU) -> Tensor:
-        """Return activation(gate) * up, each [s, b, f/t]."""
-
-
 class AddAndNormalise(Protocol):
     """Adds to the residual stream, and computes the norm of the sum."""
 
-    def __call__(
-        self, x: Tensor, branch: Tensor | None, norm: LayerNorm | RMSNorm
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, branch: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
         """Return x + branch, and its norm in the dtype of the weights, each [..., h].
 
         The sum is rounded before the norm. Without a branch, the sum is x. Its other uses should
@@ -115,16 +109,35 @@ class LossKernels(Protocol):
         """
 
 
+class SinkAttention(Protocol):
+    """Causal attention with sinks, which are one more logit for each head, without a value."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, weighting: "Weighting"
+    ) -> Tensor | None:
+        """Return the result of `attention_core.attend`, or None if no kernel takes these inputs."""
+
+    def attend_packed(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: "PackedDocuments",
+        weighting: "Weighting",
+    ) -> Tensor:
+        """Return attention within each document, as `packed_attention.attend_packed` does."""
+
+
 @dataclass(frozen=True)
 class FusedOperators:
     """The kernels that a model and its optimizer use. None stands for PyTorch's operators."""
 
     rotate_projection: RotateProjection | None = None
-    apply_gate: ApplyGate | None = None
-    square_relu: Callable[[Tensor], Tensor] | None = None
-    """Computes max(x, 0)^2 of each element."""
+    activations: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
+    """Name of an activation -> its kernel, with the arguments of the reference in `mlp.py`."""
     add_and_normalise: AddAndNormalise | None = None
     loss: LossKernels | None = None
     drop: Drop | None = None
+    sinks: SinkAttention | None = None
     build_adamw: Callable[..., Any] | None = None
     """Takes the arguments of `AdamW`, which is in a higher layer, and returns a subclass of it."""

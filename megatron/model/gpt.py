@@ -32,8 +32,9 @@ from megatron.model.shape import ModelShape
 from megatron.model.tally import Tally
 from megatron.parallel.collectives import enter_tensor_parallel
 from megatron.parallel.context import take_own
-from megatron.parallel.layers import Init, ParameterSpec, make_parameter, split_evenly
+from megatron.parallel.layers import make_parameter, split_evenly
 from megatron.parallel.mesh import ContextParallel, ExpertParallel, TensorParallel
+from megatron.parallel.parameter_spec import Init, ParameterSpec
 
 EMBEDDING = "embedding."
 """What the names of the embedding's parameters start with."""
@@ -84,7 +85,11 @@ class Head(nn.Module):
             else:
                 copy_of = None
             spec = ParameterSpec(
-                (shape.vocab_size, config.hidden_size), Init.TABLE, shard_dim=0, copy_of=copy_of
+                (shape.vocab_size, config.hidden_size),
+                Init.TABLE,
+                decays=True,
+                shard_dim=0,
+                copy_of=copy_of,
             )
             self.weight = make_parameter((rows, config.hidden_size), spec)
 

@@ -5,6 +5,7 @@
 | embedding.word.weight         | TABLE         | N(0, sigma)                  |
 | embedding.position            | TABLE         | N(0, sigma)                  |
 | head.weight                   | TABLE         | N(0, sigma)                  |
+| blocks.*.attention.sink       | VECTOR        | N(0, sigma)                  |
 | blocks.*.attention.qkv.weight | NORMAL        | N(0, sigma)                  |
 | blocks.*.mlp.up.weight        | NORMAL        | N(0, sigma)                  |
 | blocks.*.mlp.gate.weight      | NORMAL        | N(0, sigma)                  |
@@ -37,7 +38,7 @@ import torch
 from torch import Tensor
 
 from megatron.model.shape import ModelShape
-from megatron.parallel.layers import Init
+from megatron.parallel.parameter_spec import Init
 
 # Elements of a block. It is large enough to amortise the seeding of a generator. A change of it
 # changes the initial weights for a given seed.
@@ -80,6 +81,7 @@ def initialise(
     # its variance independent of the number of layers.
     deviations = {
         Init.TABLE: shape.init_std,
+        Init.VECTOR: shape.init_std,
         Init.NORMAL: shape.matrix_init_std,
         Init.SCALED_NORMAL: shape.output_init_std,
     }

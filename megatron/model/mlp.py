@@ -1,24 +1,30 @@
 """The feed-forward half of a block, plain or gated (https://arxiv.org/abs/2002.05202)."""
 
 from collections.abc import Callable
-from typing import assert_never
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.model import GLU, ModelConfig
+from megatron.config.model import ModelConfig
+from megatron.config.table import Table
 from megatron.model.fused_operators import FusedOperators
+from megatron.model.layer_parts import ACTIVATIONS, get_activation, list_mlp_parameters
 from megatron.model.shape import ModelShape
 from megatron.parallel.entered_linear import apply_entered_linears
 from megatron.parallel.layers import (
     ColumnParallelLinear,
-    Init,
     RowParallelLinear,
     list_numbers,
     make_replicated_inside_region,
 )
 from megatron.parallel.mesh import TensorParallel
+
+Activate = Callable[..., Tensor]
+"""Maps the output of the first matrix, [s, b, f/t], to the same shape.
+
+In a gated MLP, the arguments are the outputs of gate and up.
+"""
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -29,10 +35,6 @@ def _gelu_erf(x: Tensor) -> Tensor:
     return F.gelu(x)
 
 
-def _linear(x: Tensor) -> Tensor:
-    return x
-
-
 def _square_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
@@ -41,43 +43,15 @@ _LIMIT = 7.0
 """Largest value of the gate of gpt-oss, and largest absolute value of its linear factor."""
 
 
-def _clamped_swish(x: Tensor) -> Tensor:
-    x = x.clamp(max=_LIMIT)
-    return x * torch.sigmoid(1.702 * x)
+def _gate_clamped(gate: Tensor, up: Tensor) -> Tensor:
+    up = up.clamp(-_LIMIT, _LIMIT) + 1
+    gate = gate.clamp(max=_LIMIT)
+    return gate * torch.sigmoid(1.702 * gate) * up
 
 
-_GATES: dict[GLU, Callable[[Tensor], Tensor]] = {
-    "swiglu": F.silu,
-    # The erf form, as in the paper.
-    "geglu": _gelu_erf,
-    "reglu": F.relu,
-    "liglu": _linear,
-    "clamped_swiglu": _clamped_swish,
-}
-"""Value of --glu-activation -> the activation of the gate. The names are Megatron-DeepSpeed's."""
-
-
-def multiply_gate(
-    gate: Tensor,
-    up: Tensor,
-    activation: Callable[[Tensor], Tensor],
-    glu: GLU | None,
-    operators: FusedOperators,
-) -> Tensor:
-    """Return the product inside a gated MLP, [s, b, f/t].
-
-    Args:
-        gate: The output of the gate's matrix.
-        up: The output of the other matrix.
-        activation: The activation of the gate.
-        glu: Its name.
-        operators: The kernels. They have no form for clamped_swiglu.
-    """
-    if glu == "clamped_swiglu":
-        up = up.clamp(-_LIMIT, _LIMIT) + 1
-    elif operators.apply_gate is not None and glu is not None:
-        return operators.apply_gate(gate, up, glu)
-    return activation(gate) * up
+def _gate_by(activation: Callable[[Tensor], Tensor]) -> Activate:
+    """Return the product inside a gated MLP with this activation of the gate."""
+    return lambda gate, up: activation(gate) * up
 
 
 class XIELU(nn.Module):
@@ -94,8 +68,9 @@ class XIELU(nn.Module):
     def __init__(self, tp: TensorParallel) -> None:
         """Create both weights, uninitialised."""
         super().__init__()
-        self.alpha_p = make_replicated_inside_region((1,), tp, Init.XIELU_P)
-        self.alpha_n = make_replicated_inside_region((1,), tp, Init.XIELU_N)
+        specs = ACTIVATIONS.require("xielu").parameters
+        self.alpha_p = make_replicated_inside_region(specs["alpha_p"], tp)
+        self.alpha_n = make_replicated_inside_region(specs["alpha_n"], tp)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the activation of each element, computed in fp32."""
@@ -106,19 +81,35 @@ class XIELU(nn.Module):
         return (torch.where(wide > 0, positive, below) + self._BETA * wide).to(x.dtype)
 
 
-def build_activation(config: ModelConfig, tp: TensorParallel) -> Callable[[Tensor], Tensor]:
-    """Return the activation function of the MLP, which may be a module with weights."""
-    if config.glu_activation is not None:
-        return _GATES[config.glu_activation]
-    match config.activation:
-        case "gelu":
-            return _gelu_tanh if config.bias_gelu_fusion else _gelu_erf
-        case "squared_relu":
-            return _square_relu
-        case "xielu":
-            return XIELU(tp)
-        case _:
-            assert_never(config.activation)
+def _choose_gelu(config: ModelConfig, tp: TensorParallel) -> Activate:
+    return _gelu_tanh if config.bias_gelu_fusion else _gelu_erf
+
+
+def _use(function: Activate) -> Callable[[ModelConfig, TensorParallel], Activate]:
+    """Return the builder of a function without settings and weights."""
+    return lambda config, tp: function
+
+
+ACTIVATION_BUILDERS: Table[Callable[[ModelConfig, TensorParallel], Activate]] = Table(
+    "activation",
+    {
+        "gelu": _choose_gelu,
+        "squared_relu": _use(_square_relu),
+        "xielu": lambda config, tp: XIELU(tp),
+        "swiglu": _use(_gate_by(F.silu)),
+        # The erf form, as in the paper.
+        "geglu": _use(_gate_by(_gelu_erf)),
+        "reglu": _use(_gate_by(F.relu)),
+        "liglu": _use(torch.mul),
+        "clamped_swiglu": _use(_gate_clamped),
+    },
+)
+"""Value of --activation or --glu-activation -> a function that builds it."""
+
+
+def build_activation(config: ModelConfig, tp: TensorParallel) -> Activate:
+    """Return the activation of the MLP, which may be a module with weights."""
+    return ACTIVATION_BUILDERS.require(config.activation_name)(config, tp)
 
 
 class MLP(nn.Module):
@@ -138,34 +129,27 @@ class MLP(nn.Module):
         """
         super().__init__()
         config = shape.config
-        f = width or shape.ffn_hidden_size
         self.tp = tp
         self.activation = build_activation(config, tp)
-        self.glu_activation = config.glu_activation
+        self._activation_name = config.activation_name
         self.operators = FusedOperators()
         """The kernels that take the place of PyTorch's operators."""
-        self.up = ColumnParallelLinear(
-            config.hidden_size, f, bias=shape.has_mlp_bias, tp=tp, init=Init.NORMAL
-        )
+        specs = list_mlp_parameters(shape, width)
+        self.up = ColumnParallelLinear(specs, "up", tp)
         self.gate: ColumnParallelLinear | None = None
-        if config.glu_activation:
-            self.gate = ColumnParallelLinear(
-                config.hidden_size, f, bias=shape.has_mlp_bias, tp=tp, init=Init.NORMAL
-            )
-        self.down = RowParallelLinear(
-            f, config.hidden_size, bias=shape.has_mlp_bias, tp=tp, init=Init.SCALED_NORMAL
-        )
+        if get_activation(config).gated:
+            self.gate = ColumnParallelLinear(specs, "gate", tp)
+        self.down = RowParallelLinear(specs, "down", tp)
 
     def use_operators(self, operators: FusedOperators) -> None:
         """Use kernels in place of PyTorch's operators."""
         self.operators = operators
-        if operators.square_relu is not None and self.activation is _square_relu:
-            self.activation = operators.square_relu
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h]. With sequence parallelism both are [s/t, b, h]."""
+        activate = self.operators.activations.get(self._activation_name, self.activation)
         if self.gate is None:
-            return self.down(self.activation(self.up(x)))  # [s, b, f/t] in between
+            return self.down(activate(self.up(x)))  # [s, b, f/t] in between
         # The tensor-parallel region is entered once for both matrices. Two entries would double the
         # communication.
         up, gate = apply_entered_linears(
@@ -176,5 +160,4 @@ class MLP(nn.Module):
             # Those of both matrices, because their input is the same.
             products=self.up.products,
         )
-        inner = multiply_gate(gate, up, self.activation, self.glu_activation, self.operators)
-        return self.down(inner)
+        return self.down(activate(gate, up))

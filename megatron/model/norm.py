@@ -5,28 +5,28 @@ is kept in fp32. The norms are over the last dimension, except `ShardedRMSNorm`.
 """
 
 from collections.abc import Callable
-from typing import Any, assert_never
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.base import apex
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, Normalization
+from megatron.config.table import Table
+from megatron.model.layer_parts import NORMS
 from megatron.parallel.collectives import copy_to_tensor_parallel, reduce_from_tensor_parallel
 from megatron.parallel.layers import (
-    Init,
-    ParameterSpec,
-    make_parameter,
     make_replicated_inside_region,
     make_replicated_outside_region,
-    split_evenly,
+    make_sharded,
 )
 from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.parameter_spec import ParameterSpec
 from megatron.parallel.spmd import declare
 
-MakeParameter = Callable[[tuple[int, ...], TensorParallel, Init], nn.Parameter]
-"""A function that makes a parameter from its shape, the tensor-parallel ranks and its kind."""
+MakeParameter = Callable[[ParameterSpec, TensorParallel], nn.Parameter]
+"""A function that makes a parameter from its spec and the tensor-parallel ranks."""
 
 # The kernels are looked up once, at import. A lookup in `forward` would cost time in every step.
 _apex_layer_norm, _apex_reason = apex.find(
@@ -35,8 +35,16 @@ _apex_layer_norm, _apex_reason = apex.find(
 _apex_rms_norm, _ = apex.find("apex.normalization.fused_layer_norm", "fused_rms_norm_affine")
 
 
-class LayerNorm(nn.Module):
-    """y = (x - mean) / sqrt(var + eps) * weight + bias (https://arxiv.org/abs/1607.06450)."""
+class Norm(nn.Module):
+    """A norm over the last dimension. Its row in `NORMS` has its parameters."""
+
+    name: ClassVar[Normalization]
+    on_cpu: ClassVar[str] = "torch"
+    """What computes it on a CPU, for the table printed at start."""
+    on_gpu: ClassVar[str] = "torch"
+    """What computes it on a GPU without apex."""
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -47,21 +55,29 @@ class LayerNorm(nn.Module):
         *,
         bias: bool = True,
     ) -> None:
-        """Create the weight and the bias, uninitialised.
+        """Create the parameters, uninitialised.
 
         Args:
             size: Size of the last dimension.
-            eps: Added to the variance.
+            eps: Added to the variance, or to the mean of the squares.
             tp: The tensor-parallel ranks.
             make: Makes the parameters.
-            bias: Whether there is a bias.
+            bias: Whether a norm with a bias has it.
         """
         super().__init__()
         self.eps = eps
-        self.weight = make((size,), tp, Init.ONE)
-        self.bias: nn.Parameter | None = None
-        if bias:
-            self.bias = make((size,), tp, Init.ZERO)
+        for name, spec in NORMS.require(self.name).list_parameters(size).items():
+            if bias or name != "bias":
+                self.register_parameter(name, make(spec, tp))
+        if "bias" not in self._parameters:
+            self.register_parameter("bias", None)
+
+
+class LayerNorm(Norm):
+    """y = (x - mean) / sqrt(var + eps) * weight + bias (https://arxiv.org/abs/1607.06450)."""
+
+    name = "LayerNorm"
+    on_gpu = "torch, fused"
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., h] to [..., h]."""
@@ -124,27 +140,12 @@ class _RMSNormFunction(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight, None
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Norm):
     """y = x / sqrt(mean(x^2) + eps) * weight (https://arxiv.org/abs/1910.07467)."""
 
-    def __init__(
-        self,
-        size: int,
-        eps: float,
-        tp: TensorParallel,
-        make: MakeParameter = make_replicated_outside_region,
-    ) -> None:
-        """Create the weight, uninitialised.
-
-        Args:
-            size: Size of the last dimension.
-            eps: Added to the mean of the squares.
-            tp: The tensor-parallel ranks.
-            make: Makes the parameter.
-        """
-        super().__init__()
-        self.eps = eps
-        self.weight = make((size,), tp, Init.ONE)
+    name = "RMSNorm"
+    on_cpu = "our own"
+    on_gpu = "torch, fused"
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., h] to [..., h]."""
@@ -164,21 +165,19 @@ class RMSNorm(nn.Module):
 class ShardedRMSNorm(nn.Module):
     """RMSNorm over the channels of all heads. Each tensor-parallel rank holds some of the heads."""
 
-    def __init__(self, size: int, eps: float, tp: TensorParallel) -> None:
+    def __init__(self, spec: ParameterSpec, eps: float, tp: TensorParallel) -> None:
         """Create this rank's part of the weight, uninitialised.
 
         Args:
-            size: Channels of all heads of the model.
+            spec: The weight, with the channels of all heads of the model.
             eps: Added to the mean of the squares.
             tp: The tensor-parallel ranks.
         """
         super().__init__()
         self.eps = eps
         self.tp = tp
-        self.size = size
-        self.weight = make_parameter(
-            (split_evenly(size, tp),), ParameterSpec((size,), Init.ONE, shard_dim=0)
-        )
+        self.size = spec.shape[0]
+        self.weight = make_sharded(spec, tp)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, g/t, n, d], this rank's heads by group, to the same shape."""
@@ -191,55 +190,48 @@ class ShardedRMSNorm(nn.Module):
         return (wide * rstd * self.weight.view(x.shape[-3:])).to(self.weight.dtype)
 
 
-def build_norm(config: ModelConfig, tp: TensorParallel) -> LayerNorm | RMSNorm:
+NORM_MODULES: Table[type[Norm]] = Table(
+    "--normalization", {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+)
+"""Value of --normalization -> its module."""
+
+
+def build_norm(config: ModelConfig, tp: TensorParallel) -> Norm:
     """Build the norm that `--normalization` names, over the hidden size."""
     return _build_norm(config, config.hidden_size, tp, make_replicated_outside_region)
 
 
-def _build_norm(
-    config: ModelConfig, size: int, tp: TensorParallel, make: MakeParameter
-) -> LayerNorm | RMSNorm:
+def _build_norm(config: ModelConfig, size: int, tp: TensorParallel, make: MakeParameter) -> Norm:
     """Build the norm that `--normalization` names, over `size` channels."""
-    match config.normalization:
-        case "RMSNorm":
-            return RMSNorm(size, config.layernorm_epsilon, tp, make)
-        case "LayerNorm":
-            return LayerNorm(size, config.layernorm_epsilon, tp, make, bias=config.norm_bias)
-        case _:
-            assert_never(config.normalization)
+    module = NORM_MODULES.require(config.normalization)
+    return module(size, config.layernorm_epsilon, tp, make, bias=config.norm_bias)
 
 
 def build_query_key_norm(
-    config: ModelConfig, heads: int, head_dim: int, tp: TensorParallel
-) -> LayerNorm | RMSNorm | ShardedRMSNorm | None:
+    config: ModelConfig, weight: ParameterSpec | None, tp: TensorParallel
+) -> Norm | ShardedRMSNorm | None:
     """Build the norm that `--qk-norm` names, for queries or keys [s, b, g/t, n, d].
 
     Args:
         config: The architecture.
-        heads: Number of the model's query heads, or of its key heads.
-        head_dim: Width d of a head.
+        weight: Its weight in the complete model. None: there is no such norm.
         tp: The tensor-parallel ranks.
     """
-    match config.qk_norm:
-        case None:
-            return None
-        case "full":
-            return ShardedRMSNorm(heads * head_dim, config.layernorm_epsilon, tp)
-        case "head":
-            return _build_norm(config, head_dim, tp, make_replicated_inside_region)
-        case _:
-            assert_never(config.qk_norm)
+    if weight is None:
+        return None
+    if weight.is_sharded:
+        return ShardedRMSNorm(weight, config.layernorm_epsilon, tp)
+    return _build_norm(config, weight.shape[0], tp, make_replicated_inside_region)
 
 
 def describe_norm(config: ModelConfig, device_type: str) -> tuple[str, str]:
     """Return the implementation of the norm and its reason, for the table printed at start."""
+    name = config.normalization
+    module = NORM_MODULES.require(name)
     if device_type == "cpu":
-        made_by = {"LayerNorm": "torch", "RMSNorm": "our own"}[config.normalization]
-        return f"{config.normalization}, {made_by}", "statistics in fp32"
-    if config.normalization == "LayerNorm" and not config.norm_bias:
-        return "LayerNorm, torch, fused", "apex's kernel needs a bias; statistics in fp32"
-    fused = {"LayerNorm": _apex_layer_norm, "RMSNorm": _apex_rms_norm}[config.normalization]
-    return (
-        f"{config.normalization}, {'torch' if fused is None else 'apex'}, fused",
-        f"{_apex_reason}; statistics in fp32",
-    )
+        return f"{name}, {module.on_cpu}", "statistics in fp32"
+    if name == "LayerNorm" and not config.norm_bias:
+        return f"{name}, {module.on_gpu}", "apex's kernel needs a bias; statistics in fp32"
+    fused = {"LayerNorm": _apex_layer_norm, "RMSNorm": _apex_rms_norm}.get(name)
+    made_by = module.on_gpu if fused is None else "apex, fused"
+    return f"{name}, {made_by}", f"{_apex_reason}; statistics in fp32"

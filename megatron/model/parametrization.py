@@ -14,17 +14,17 @@ Sources: https://arxiv.org/abs/2203.03466, table 8, and https://arxiv.org/abs/25
 with alpha = 1. `ModelShape` has the rest: initial weights, and factors on the final norm, the
 queries and the residual branches.
 
-Muon's updates of the layers' matrices are orthogonal. The spectral norm of an update must be about
-sqrt(rows / columns) (https://arxiv.org/abs/2310.17813), which is the same for all widths if
-both grow alike. Only the factor `spectral` makes the norm grow, as sqrt(m).
+The first row is that of AdamW and AdEMAMix. Muon's updates of the layers' matrices are orthogonal.
+The spectral norm of an update must be about sqrt(rows / columns)
+(https://arxiv.org/abs/2310.17813), which is the same for all widths if both grow alike. Only the
+factor `spectral` makes the norm grow, as sqrt(m).
 """
 
-import math
 from dataclasses import dataclass
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.optimizer import OptimizerConfig, find_updater
 from megatron.model.shape import ModelShape
-from megatron.parallel.layers import Init, ParameterSpec
+from megatron.parallel.parameter_spec import Init, ParameterSpec
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,16 @@ UNSCALED = Scaling()
 """The factors of the standard parametrization."""
 
 
-def compute_scaling(name: str, spec: ParameterSpec, shape: ModelShape) -> Scaling:
-    """Return the factors for a parameter that AdamW or AdEMAMix updates.
+def compute_scaling(
+    name: str, spec: ParameterSpec, shape: ModelShape, config: OptimizerConfig
+) -> Scaling:
+    """Return the factors for a parameter.
 
     Args:
         name: Global name of the parameter.
         spec: Its spec. Its kind of initial values shows a matrix of the layers.
         shape: Sizes of the model.
+        config: The optimizer.
     """
     m = shape.width_ratio
     # Gradients fall as the factor on the logits does, and Adam adds epsilon to their size.
@@ -55,15 +58,6 @@ def compute_scaling(name: str, spec: ParameterSpec, shape: ModelShape) -> Scalin
         epsilon /= shape.depth_ratio
     # A matrix of the layers adds up as many products as the model is wide.
     if spec.init in (Init.NORMAL, Init.SCALED_NORMAL):
-        return Scaling(1.0 / m, m, epsilon)
+        divisor = find_updater(config.optimizer, name, len(spec.shape)).divide_rate(m, config)
+        return Scaling(1.0 / divisor, divisor, epsilon)
     return Scaling(epsilon=epsilon)
-
-
-def compute_muon_rate(config: OptimizerConfig, shape: ModelShape) -> float:
-    """Return the factor on the rate of the matrices that Muon updates.
-
-    Their weight decay is multiplied by its inverse, so rate x decay stays the same.
-    """
-    if config.muon_scale_mode == "spectral":
-        return 1.0 / math.sqrt(shape.width_ratio)
-    return 1.0

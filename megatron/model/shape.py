@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from megatron.config.layer_choice import choose_layers, find_expert_layers
-from megatron.config.model import ModelConfig
+from megatron.config.model import AttentionKind, MLPKind, ModelConfig
 
 
 @dataclass(frozen=True)
 class LayerDescription:
-    """The settings that may differ between layers. Only `experts` changes the parameters."""
+    """The settings that may differ between layers. The kinds determine the parameters."""
 
     number: int
     """Number of the layer in the complete model, from 0."""
@@ -18,8 +18,13 @@ class LayerDescription:
     """Whether its queries and keys are rotated by their positions."""
     window: int | None
     """Number of tokens that a token attends to, itself included. None: no limit."""
-    experts: bool = False
-    """Whether it has experts in place of an MLP."""
+    attention: AttentionKind = "dot_product"
+    mlp: MLPKind = "dense"
+
+    @property
+    def experts(self) -> bool:
+        """Whether it has experts in place of an MLP."""
+        return self.mlp == "experts"
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,7 @@ class ModelShape:
             window=None
             if index in _choose_layers(config.full_attention_layers, config.num_layers)
             else config.sliding_window,
-            experts=index in self.expert_layers,
+            mlp="experts" if index in self.expert_layers else "dense",
         )
 
     @property

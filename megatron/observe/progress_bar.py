@@ -1,4 +1,4 @@
-"""A progress bar for people at a terminal. It draws nothing into log files.
+"""A progress bar for people at a terminal.
 
 Invariant: all lines go through `log`, which moves the bar out of their way. A log line is therefore
 never mixed with the bar.
@@ -9,31 +9,28 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from megatron.base.plain_text import make_plain_lines, print_line
+from megatron.base.plain_text import make_plain_lines
 from megatron.observe.report import IterationReport, LaunchStart, ReportEvent, RunEvent, Sink
 
 
 class ProgressBar(Sink):
-    """Bar over the iterations of a run. It draws only if `show` is set and `stream` a terminal."""
+    """Bar over the iterations of a run, for a terminal only."""
 
-    def __init__(
-        self, *, total: int, initial: int = 0, show: bool, stream: TextIO | None = None
-    ) -> None:
+    def __init__(self, *, total: int, initial: int = 0, stream: TextIO | None = None) -> None:
         """Create the bar.
 
         Args:
             total: Iterations of the run.
             initial: Iterations that are done already.
-            show: Draw the bar if `stream` is a terminal.
             stream: Where to draw, by default stderr.
         """
-        if stream is None:
-            stream = sys.stderr
-        self._bar: tqdm[None] | None = None
-        if show and stream.isatty():
-            self._bar = tqdm(
-                total=total, initial=initial, unit="it", file=stream, dynamic_ncols=True
-            )
+        self._bar: tqdm[None] = tqdm(
+            total=total,
+            initial=initial,
+            unit="it",
+            file=stream or sys.stderr,
+            dynamic_ncols=True,
+        )
 
     def write(self, event: ReportEvent) -> None:
         """Advance the bar by the iterations of an event. The loss is shown at its end."""
@@ -47,21 +44,15 @@ class ProgressBar(Sink):
                 self._update(event.details["last"] - event.details["first"] + 1)
 
     def _update(self, iterations: int, note: str = "") -> None:
-        if self._bar is not None:
-            # No refresh here, because the next line draws the bar anyway.
-            self._bar.set_postfix_str(note, refresh=False)
-            self._bar.update(iterations)
+        # No refresh here, because the next line draws the bar anyway.
+        self._bar.set_postfix_str(note, refresh=False)
+        self._bar.update(iterations)
 
     def log(self, line: str) -> None:
         """Print a line to stdout immediately, above the bar."""
-        line = make_plain_lines(line)
-        if self._bar is None:
-            print_line(line)
-        else:
-            tqdm.write(line, file=sys.stdout)
-            sys.stdout.flush()
+        tqdm.write(make_plain_lines(line), file=sys.stdout)
+        sys.stdout.flush()
 
     def close(self) -> None:
         """Remove the bar."""
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()

@@ -45,16 +45,13 @@ _RETRY_SECONDS = 10.0
 
 
 class TensorBoard(Sink):
-    """Writer of training and evaluation reports to TensorBoard. Use it from one rank only.
-
-    It does nothing if `--tensorboard-dir` was not given.
-    """
+    """Writer of training and evaluation reports to TensorBoard. Use it from one rank only."""
 
     def __init__(self, logging: LoggingConfig, *, log: Callable[[str], None] = print_line) -> None:
-        """Open the event file if --tensorboard-dir is given.
+        """Open the event file.
 
         Args:
-            logging: The settings.
+            logging: The settings, with --tensorboard-dir.
             log: Prints a line of the log.
 
         Raises:
@@ -62,14 +59,7 @@ class TensorBoard(Sink):
         """
         self._logging = logging
         self._log = log
-        self._file: EventFile | None = None
-        if logging.tensorboard_dir is not None:
-            self._file = _open(logging, log)
-
-    @property
-    def enabled(self) -> bool:
-        """Whether events are written."""
-        return self._file is not None
+        self._file = _open(logging, log)
 
     def write(self, event: ReportEvent) -> None:
         """Write an iteration, an evaluation or the scores of a task."""
@@ -91,7 +81,7 @@ class TensorBoard(Sink):
         The statistics of layers have their own interval.
         """
         self._add_layers(report.iteration, report.layer_statistics)
-        if self._file is None or report.iteration % self._logging.tensorboard_log_interval != 0:
+        if report.iteration % self._logging.tensorboard_log_interval != 0:
             return
         at = report.axes
         self._add_counters(at)
@@ -143,14 +133,11 @@ class TensorBoard(Sink):
 
     def flush(self) -> None:
         """Write the events in memory to disk."""
-        if self._file is not None:
-            self._file.flush()
+        self._file.flush()
 
     def close(self) -> None:
         """Write the events in memory to disk, and close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._file.close()
 
     def _add_counters(self, at: Axes) -> None:
         self._add("steps-vs-samples/y=steps,x=samples", at.iteration, at.consumed_samples)
@@ -191,8 +178,6 @@ class TensorBoard(Sink):
 
     def _add(self, tag: str, value: float, step: int) -> None:
         """Write one value at one step."""
-        if self._file is None:
-            return
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.parallel.mesh import CommTimer, ParallelGroup, TensorParallel
+from megatron.parallel.rank_progress import wait_for
 from megatron.parallel.spmd import declare
-from megatron.parallel.time_limit import wait_for
 from megatron.parallel.torch_private import (
     all_gather_in_graph,
     all_reduce_in_graph,

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from megatron.base.errors import LayoutError
 from megatron.base.plain_text import format_some
-from megatron.parallel.rank_progress import Phase, RankProgress
-from megatron.parallel.time_limit import wait_for
+from megatron.parallel.rank_progress import Phase, RankProgress, wait_for
 
 _SHOWN = 8
 """Largest number of ranks that the name of a group lists."""

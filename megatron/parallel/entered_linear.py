@@ -30,7 +30,6 @@ from megatron.parallel.collectives import (
     begin_reduce_scatter,
 )
 from megatron.parallel.mesh import TensorParallel
-from megatron.parallel.operators import make_operator
 from megatron.parallel.padding import (
     multiply_padded,
     needs_padding,
@@ -41,6 +40,7 @@ from megatron.parallel.padding import (
 )
 from megatron.parallel.products import GradientProducts, Products, find_products
 from megatron.parallel.spmd import OUTSIDE, declare
+from megatron.parallel.torch_private import make_operator
 from megatron.parallel.weight_gradient import add_to_gradient, find_weight
 
 ALONE = TensorParallel()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.parallel.time_limit import wait_for
+from megatron.parallel.rank_progress import wait_for
 
 
 def has_faster_collectives(tensor: Tensor, group: dist.ProcessGroup) -> bool:

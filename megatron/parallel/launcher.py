@@ -3,12 +3,20 @@
 torchrun, `torch.distributed.launch` and DeepSpeed's launcher set the same variables. Slurm sets its
 own, if `srun` starts one task for each device. They are translated to torchrun's, because PyTorch
 reads those.
+
+Also the protection against processes that outlive the one that has started them, on Linux only.
+Ranks of a killed torchrun must end, because they would keep the devices allocated. Workers of a
+pool would wait forever for their next task. The module imports nothing slow, so that it can be
+called before all other imports.
 """
 
+import ctypes
 import os
 import re
+import signal
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron.base.errors import LayoutError
 
@@ -20,13 +28,14 @@ _PORTS = 12_000
 
 @dataclass(frozen=True)
 class LaunchedWorld:
-    """The size of the world and this process's number on its host.
+    """The size of the world, and this process's number on its host and in the world.
 
     A process without a launcher is a world of one rank.
     """
 
     size: int
     local_rank: int
+    rank: int = 0
 
 
 def read_launcher_world(
@@ -65,7 +74,8 @@ def read_launcher_world(
             f"RANK is {rank} and WORLD_SIZE is {size}: ranks have the numbers from 0 to WORLD_SIZE "
             "- 1. Correct the launcher's options, or unset both to start one process"
         )
-    return LaunchedWorld(size, _read_number(environment, "LOCAL_RANK", local_rank_flag or 0))
+    local_rank = _read_number(environment, "LOCAL_RANK", local_rank_flag or 0)
+    return LaunchedWorld(size, local_rank, rank)
 
 
 def read_ranks_per_node(
@@ -155,3 +165,53 @@ def parse_first_host(nodes: str) -> str:
     """Return the first host of a list in Slurm's notation: "iam[07-09,12],log1" -> "iam07"."""
     # Brackets contain commas too, so they must be replaced before the list is split at a comma.
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes).partition(",")[0]
+
+
+# From <linux/prctl.h>. The ctypes module has no name for it.
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_launcher() -> None:
+    """Have the kernel end this process when torchrun ends.
+
+    If torchrun has ended already, the process is killed immediately. This applies only under
+    torchrun. A run started from a shell may outlive that shell if the user wants it to.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    # If torchrun ended before the call, its death sends no signal any more. The process was then
+    # adopted by process 1.
+    if _ask_for_signal() and os.getppid() == 1 and not _is_launcher(Path("/proc/1/cmdline")):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel end this process, a worker of a pool, when its parent ends.
+
+    Args:
+        parent: The id of the process that has started this one. It may have ended already.
+    """
+    if _ask_for_signal() and os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _ask_for_signal() -> bool:
+    """Ask the kernel for a SIGKILL when the parent ends. Return whether it can be asked."""
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+    except OSError:
+        # Without a C library to call there is no protection, but training is still possible.
+        return False
+    if not hasattr(libc, "prctl"):
+        return False
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return True
+
+
+def _is_launcher(command: Path) -> bool:
+    """Return whether a command line is torchrun's. In a container, torchrun may be process 1."""
+    try:
+        return b"torch" in command.read_bytes() or b"python" in command.read_bytes()
+    except OSError:
+        # If the command line cannot be read, killing a healthy rank would be the worse error.
+        return True

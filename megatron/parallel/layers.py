@@ -11,9 +11,7 @@ h: hidden size, s: sequence, b: micro-batch, t: tensor-parallel size. Source:
 https://arxiv.org/abs/1909.08053, section 3.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -23,115 +21,8 @@ from megatron.parallel.collectives import leave_tensor_parallel
 from megatron.parallel.entered_linear import ALONE, apply_entered_linears
 from megatron.parallel.mesh import TensorParallel
 from megatron.parallel.padding import trim_columns
+from megatron.parallel.parameter_spec import Init, ParameterSpec, Specs, make_matrix_spec
 from megatron.parallel.products import Products
-
-
-class Init(Enum):
-    """The kind of a parameter's initial values. `model/init.py` has the standard deviations."""
-
-    NORMAL = "normal"
-    TABLE = "normal, table"
-    """Normal with a standard deviation that no width changes, for a row of each token or position.
-    """
-    SCALED_NORMAL = "scaled normal"
-    """Normal with a smaller standard deviation, for matrices that write to the residual stream."""
-    ZERO = "zero"
-    ONE = "one"
-    XIELU_P = "xIELU, positive side"
-    """A constant whose softplus is 0.8."""
-    XIELU_N = "xIELU, negative side"
-    """A constant whose softplus is 0.3. xIELU adds 0.5 to it, which gives 0.8."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Neighbouring rows of a local tensor that are also neighbours in the global tensor."""
-
-    local: int
-    """First row in the tensor of this tensor-parallel rank."""
-    start: int
-    """First row in the global tensor."""
-    rows: int
-
-
-@dataclass(frozen=True)
-class ParameterSpec:
-    """The relation between a local tensor and the complete model's parameter."""
-
-    shape: tuple[int, ...]
-    """Shape of the global tensor, without vocabulary padding.
-
-    A local tensor may include padding.
-    """
-    init: Init
-    """The kind of its initial values. It has no default, so no parameter gets one by mistake."""
-    shard_dim: int | None = None
-    """The dimension that is sharded. None: every tensor-parallel rank holds all of the tensor."""
-    partial_gradient: bool = False
-    """Whether a rank's gradient covers only its slice of the sequence, or its heads or channels.
-
-    Such gradients must be added up over the tensor-parallel ranks.
-    """
-    copy_of: str | None = None
-    """The parameter on another pipeline stage that this one is a copy of.
-
-    The gradients of both must be added up. The original is counted and stored, and the copy is not.
-    """
-    rows_of: str | None = None
-    """The attribute of the same module under whose name the global tensor is stored.
-
-    This parameter has some rows of that tensor. `pieces` says which.
-    """
-    pieces: tuple[Piece, ...] | None = None
-    """Where the rows of the local tensor are in the global one.
-
-    None: the rows are all rows, or the rank's equal part of dimension `shard_dim`.
-    """
-    by_expert: bool = False
-    """Whether the expert-parallel ranks hold different rows. See `ExpertParallel`."""
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether the tensor-parallel ranks hold different parts of the tensor."""
-        return self.shard_dim is not None
-
-    def compute_offset(self, shape: Sequence[int], tensor_rank: int) -> list[int]:
-        """Return the offset of a tensor-parallel rank's tensor in the global one.
-
-        For a parameter in `pieces` it is 0, because rows count in the local tensor then.
-
-        Args:
-            shape: The shape of the local tensor.
-            tensor_rank: The tensor-parallel rank.
-        """
-        offset = [0] * len(self.shape)
-        if self.shard_dim is not None and self.pieces is None:
-            offset[self.shard_dim] = tensor_rank * shape[self.shard_dim]
-        return offset
-
-    def get_global_name(self, name: str) -> str:
-        """Return the name that a parameter `name` of a module has in the complete model."""
-        if self.rows_of is not None:
-            return f"{name.rpartition('.')[0]}.{self.rows_of}"
-        return self.copy_of or name
-
-    def locate_rows(self, first: int, rows: int) -> Iterator[Piece]:
-        """Yield the pieces of the global tensor in a range of rows, without vocabulary padding.
-
-        Args:
-            first: The first row of the range. It counts in the local tensor if there are `pieces`,
-                and otherwise in the global tensor.
-            rows: Number of rows in the range.
-
-        Yields:
-            Pieces whose `local` counts from the first row of the range.
-        """
-        pieces = self.pieces or (Piece(0, 0, self.shape[0]),)
-        for piece in pieces:
-            begin = max(first, piece.local)
-            end = min(first + rows, piece.local + piece.rows)
-            if begin < end:
-                yield Piece(begin - first, piece.start + begin - piece.local, end - begin)
 
 
 def make_parameter(local_shape: tuple[int, ...], spec: ParameterSpec) -> nn.Parameter:
@@ -141,26 +32,29 @@ def make_parameter(local_shape: tuple[int, ...], spec: ParameterSpec) -> nn.Para
     return parameter
 
 
-def make_replicated_outside_region(
-    shape: tuple[int, ...], tp: TensorParallel, init: Init
-) -> nn.Parameter:
+def make_sharded(spec: ParameterSpec, tp: TensorParallel) -> nn.Parameter:
+    """Return a parameter of which each tensor-parallel rank holds the part that the spec says."""
+    if spec.shard_dim is not None and spec.pieces is None:
+        split_evenly(spec.shape[spec.shard_dim], tp)
+    return make_parameter(spec.compute_local_shape(tp.size), spec)
+
+
+def make_replicated_outside_region(spec: ParameterSpec, tp: TensorParallel) -> nn.Parameter:
     """Return a parameter that all tensor-parallel ranks hold.
 
     It is for places where the sequence may be sharded: norms, learned positions, and the biases of
     `RowParallelLinear`. With sequence parallelism, its gradient is therefore partial.
     """
-    return make_parameter(shape, ParameterSpec(shape, init, partial_gradient=tp.sequence_parallel))
+    return make_parameter(spec.shape, replace(spec, partial_gradient=tp.sequence_parallel))
 
 
-def make_replicated_inside_region(
-    shape: tuple[int, ...], tp: TensorParallel, init: Init
-) -> nn.Parameter:
+def make_replicated_inside_region(spec: ParameterSpec, tp: TensorParallel) -> nn.Parameter:
     """Return a parameter that all tensor-parallel ranks hold, each for its own heads or channels.
 
     It is for places inside a tensor-parallel region. A rank's gradient covers only its own heads
     or channels, even without sequence parallelism.
     """
-    return make_parameter(shape, ParameterSpec(shape, init, partial_gradient=tp.size > 1))
+    return make_parameter(spec.shape, replace(spec, partial_gradient=tp.size > 1))
 
 
 def split_evenly(size: int, tp: TensorParallel) -> int:
@@ -179,13 +73,8 @@ class ColumnParallelLinear(nn.Module):
     [out/t, in], as F.linear takes it.
     """
 
-    def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, tp: TensorParallel, init: Init
-    ) -> None:
-        """Create the rank's shard of a layer from `in_features` to `out_features`.
-
-        `init` is the kind of the weight's initial values. The bias starts at zero.
-        """
+    def __init__(self, specs: Specs, name: str, tp: TensorParallel) -> None:
+        """Create the rank's shard of the layer `name`. See `make_linear_specs`."""
         super().__init__()
         self.tp = tp
         self.number: Tensor | None = None
@@ -195,15 +84,10 @@ class ColumnParallelLinear(nn.Module):
         """
         self.products: Products | None = None
         """Computes the products in another number format. See `products.py`."""
-        local = split_evenly(out_features, tp)
-        self.weight = make_parameter(
-            (local, in_features), ParameterSpec((out_features, in_features), init, shard_dim=0)
-        )
+        self.weight = make_sharded(specs[f"{name}.weight"], tp)
         self.bias: nn.Parameter | None = None
-        if bias:
-            self.bias = make_parameter(
-                (local,), ParameterSpec((out_features,), Init.ZERO, shard_dim=0)
-            )
+        if f"{name}.bias" in specs:
+            self.bias = make_sharded(specs[f"{name}.bias"], tp)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, in], or [s/t, b, in] with sequence parallelism, to [s, b, out/t].
@@ -231,67 +115,33 @@ class SharedGroupsLinear(nn.Module):
     n: heads, g: query groups, d: width of a head.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        *,
-        heads: int,
-        groups: int,
-        head_dim: int,
-        bias: bool,
-        tp: TensorParallel,
-        init: Init,
-    ) -> None:
+    def __init__(self, specs: Specs, name: str, tp: TensorParallel) -> None:
         """Create the weights for the rank's queries, and for keys and values of all groups.
 
         Args:
-            in_features: Width of the input.
-            heads: Query heads of the model.
-            groups: Query groups of the model, which divide the number of ranks.
-            head_dim: Width of a head.
-            bias: Whether there is a bias. It starts at zero.
+            specs: The specs of this rank. "shared_weight" and "shared_bias" are of keys and values.
+            name: Name of the layer.
             tp: The tensor-parallel ranks.
-            init: The kind of the weight's initial values.
         """
         super().__init__()
         self.tp = tp
         self.products: Products | None = None
         """Computes the products in another number format. See `products.py`."""
-        ranks_of_group, rest = divmod(tp.size, groups)
-        assert rest == 0, f"{groups} query groups do not divide {tp.size} ranks"
-        group, member = divmod(tp.rank, ranks_of_group)
-        group_rows = (heads // groups + 2) * head_dim
-        own = split_evenly(heads, tp) * head_dim
-        pair = 2 * head_dim
-        queries = (Piece(0, group * group_rows + member * own, own),)
-        keys_values = tuple(
-            Piece(i * pair, (i + 1) * group_rows - pair, pair) for i in range(groups)
-        )
-        # The rows of this rank's group in the replicated keys and values.
-        self.own_pair = slice(group * pair, (group + 1) * pair)
-
-        def make(
-            rows_of: str, columns: tuple[int, ...], kind: Init, *, shared: bool
-        ) -> nn.Parameter:
-            return make_parameter(
-                (groups * pair if shared else own, *columns),
-                ParameterSpec(
-                    (groups * group_rows, *columns),
-                    kind,
-                    shard_dim=None if shared else 0,
-                    partial_gradient=shared,
-                    rows_of=rows_of,
-                    pieces=keys_values if shared else queries,
-                ),
-            )
-
-        self.weight = make("weight", (in_features,), init, shared=False)
-        self.shared_weight = make("weight", (in_features,), init, shared=True)
+        self.weight = make_sharded(specs[f"{name}.weight"], tp)
+        shared = specs[f"{name}.shared_weight"]
+        self.shared_weight = make_sharded(shared, tp)
         self.bias: nn.Parameter | None = None
         self.shared_bias: nn.Parameter | None = None
-        if bias:
-            self.bias = make("bias", (), Init.ZERO, shared=False)
-            self.shared_bias = make("bias", (), Init.ZERO, shared=True)
+        if f"{name}.bias" in specs:
+            self.bias = make_sharded(specs[f"{name}.bias"], tp)
+            self.shared_bias = make_sharded(specs[f"{name}.shared_bias"], tp)
+        assert shared.pieces is not None, "keys and values of each group are a piece"
+        groups = len(shared.pieces)
+        assert tp.size % groups == 0, f"{groups} query groups do not divide {tp.size} ranks"
+        # The rows of this rank's group in the replicated keys and values.
+        pair = shared.pieces[0].rows
+        group = tp.rank * groups // tp.size
+        self.own_pair = slice(group * pair, (group + 1) * pair)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, in], or [s/t, b, in] with sequence parallelism, to [s, b, (n/t + 2) d].
@@ -316,13 +166,8 @@ class RowParallelLinear(nn.Module):
               | A_t |
     """
 
-    def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, tp: TensorParallel, init: Init
-    ) -> None:
-        """Create the rank's shard of a layer from `in_features` to `out_features`.
-
-        `init` is the kind of the weight's initial values. The bias starts at zero.
-        """
+    def __init__(self, specs: Specs, name: str, tp: TensorParallel) -> None:
+        """Create the rank's shard of the layer `name`. See `make_linear_specs`."""
         super().__init__()
         self.tp = tp
         self.number: Tensor | None = None
@@ -332,13 +177,10 @@ class RowParallelLinear(nn.Module):
         """
         self.products: Products | None = None
         """Computes the products in another number format. See `products.py`."""
-        local = split_evenly(in_features, tp)
-        self.weight = make_parameter(
-            (out_features, local), ParameterSpec((out_features, in_features), init, shard_dim=1)
-        )
+        self.weight = make_sharded(specs[f"{name}.weight"], tp)
         self.bias: nn.Parameter | None = None
-        if bias:
-            self.bias = make_replicated_outside_region((out_features,), tp, Init.ZERO)
+        if f"{name}.bias" in specs:
+            self.bias = make_replicated_outside_region(specs[f"{name}.bias"], tp)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, in/t] to [s, b, out], or to [s/t, b, out] with sequence parallelism.
@@ -394,7 +236,7 @@ class VocabParallelEmbedding(nn.Module):
         self.rows = split_evenly(padded_vocab_size, tp)
         self.first = tp.rank * self.rows
         self.weight = make_parameter(
-            (self.rows, hidden_size), ParameterSpec((vocab_size, hidden_size), init, shard_dim=0)
+            (self.rows, hidden_size), make_matrix_spec(vocab_size, hidden_size, init, shard_dim=0)
         )
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -19,10 +19,9 @@ from megatron.base.errors import LayoutError
 from megatron.parallel.connections import connect_group, connect_ranks
 from megatron.parallel.grid import Grid, GridCoordinate
 from megatron.parallel.messages import gather_json
-from megatron.parallel.rank_progress import RankProgress
+from megatron.parallel.rank_progress import RankProgress, TimeLimit
 from megatron.parallel.ranks import Ranks
 from megatron.parallel.rendezvous import build_control_group
-from megatron.parallel.time_limit import TimeLimit
 from megatron.parallel.torch_private import make_priority_options
 
 CommTimer = Callable[[], AbstractContextManager[None]]

@@ -1,13 +1,24 @@
 """What the main thread of this rank does, and how long it may take.
 
-The watchdog (`extras/watch/watchdog/watchdog.py`) reads it from another thread. Entering a phase
+Its phase is a `RankProgress`, which the watchdog (`extras/watch/watchdog/watchdog.py`) reads from
+another thread. Entering a phase
 is a few assignments, so it costs less than a microsecond, also without a watchdog.
 """
 
 import math
-from collections.abc import Iterator
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.base.code_version import PACKAGE
 
 LONG_FACTOR = 10.0
 """Phases other than a repeated step may take this many times `--hang-timeout`."""
@@ -119,3 +130,96 @@ class RankProgress:
     def _change(self, phase: Phase) -> None:
         self.phase = phase
         self.sequence += 1
+
+
+def wait_for(work: dist.Work) -> None:
+    """Wait until a collective is done.
+
+    `Work.wait` has no frame of Python. Without this function, a rank that waits would look like one
+    that computes.
+    """
+    work.wait()
+
+
+def is_waiting(frame: FrameType) -> bool:
+    """Return whether a frame is that of `wait_for`."""
+    return frame.f_code is wait_for.__code__
+
+
+_LONGEST_SECONDS = 10.0
+"""The longest time for a roll call, for any `--distributed-timeout-minutes`."""
+
+
+@dataclass(frozen=True)
+class TimeLimit:
+    """The limit of `--distributed-timeout-minutes`, divided into two parts.
+
+    After a rank is lost, a collective times out first, and then the roll call takes place.
+    """
+
+    minutes: float
+    hang_timeout: float | None = None
+    """Seconds of `--hang-timeout`, if the ranks are watched."""
+
+    @property
+    def roll_call(self) -> timedelta:
+        """Time for the roll call and the exit: two fifths of the limit, at most ten seconds."""
+        return min(timedelta(seconds=_LONGEST_SECONDS), timedelta(minutes=self.minutes) * 2 / 5)
+
+    @property
+    def collective(self) -> timedelta:
+        """The time-out of every process group.
+
+        It is longer than the limit of every phase. The watchdog then names a rank first. NCCL would
+        end the process without a name.
+        """
+        limit = timedelta(minutes=self.minutes) - self.roll_call
+        if self.hang_timeout is None:
+            return limit
+        return max(limit, timedelta(seconds=LONG_FACTOR * self.hang_timeout) + self.roll_call)
+
+
+FILE_THREAD = "files"
+"""Name of the threads in which a rank works on files while the ranks wait together."""
+FLIGHT_RECORDER_ENTRIES = 1000
+"""Number of collectives that torch's flight recorder keeps, with a watchdog."""
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What a rank does. It is sent as JSON through the store."""
+
+    at: str
+    """The line of this package, like `run/loop.py:102 train_iteration`."""
+    waits: bool
+    """Whether it waits for other ranks in a collective."""
+    phase: str
+    sequence: int
+    """Number of changes of the phase so far."""
+    collectives: dict[str, list[Any]] = field(default_factory=dict)
+    """The last collective of each group: its number in the group, and the operation with sizes."""
+    recent: dict[str, dict[str, str]] = field(default_factory=dict)
+    """The last few collectives of each group: number -> operation with sizes."""
+    collective: str = ""
+    """The last collective of all groups in words, or nothing if it is not known."""
+
+
+def find_location(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Return the innermost frame of this package, like `run/loop.py:102 train_iteration`.
+
+    Args:
+        frames: Frames and their line numbers, the outermost first.
+    """
+    here = "outside of this program"
+    for frame, line in frames:
+        path = Path(frame.f_code.co_filename)
+        # Lines inside torch say little. The caller in this package says what was done.
+        if path.is_relative_to(PACKAGE) and not is_waiting(frame):
+            here = f"{path.relative_to(PACKAGE)}:{line} {frame.f_code.co_name}"
+    return here
+
+
+def locate_thread(thread: int) -> str:
+    """Return the line of this package at which a thread is."""
+    frame = sys._current_frames().get(thread)
+    return find_location(reversed(list(traceback.walk_stack(frame))))

@@ -17,10 +17,14 @@ import torch.distributed as dist
 from megatron.base.errors import CheckpointError, MegatronError, make_error
 from megatron.base.plain_text import format_some, print_line
 from megatron.parallel.messages import broadcast_json, gather_json, gather_json_on_rank_0
-from megatron.parallel.rank_progress import Phase, RankProgress, StopRequested
-from megatron.parallel.rank_state import FILE_THREAD
+from megatron.parallel.rank_progress import (
+    FILE_THREAD,
+    Phase,
+    RankProgress,
+    StopRequested,
+    TimeLimit,
+)
 from megatron.parallel.roll_call import RollCall
-from megatron.parallel.time_limit import TimeLimit
 
 PATIENCE_SECONDS = 3600.0
 """Seconds that ranks wait for the slowest one's work on files."""
@@ -246,7 +250,7 @@ def build_roll_call(
     timeout_minutes: float,
     *,
     hang_timeout: float | None = None,
-    build_watchdog: Callable[..., RollCall] | None = None,
+    load_watchdog: Callable[[], Callable[..., RollCall] | None] = lambda: None,
 ) -> contextlib.AbstractContextManager[RollCall | None]:
     """Return a context that names the missing ranks when a collective fails within it.
 
@@ -256,7 +260,8 @@ def build_roll_call(
         ranks: All ranks.
         timeout_minutes: The value of `--distributed-timeout-minutes`.
         hang_timeout: The value of `--hang-timeout`.
-        build_watchdog: Builds the roll call of a run with `--hang-timeout`.
+        load_watchdog: Returns what builds the roll call of a run with `--hang-timeout`, or None
+            without it.
     """
     if ranks.group is None and hang_timeout is None:
         return contextlib.nullcontext()
@@ -268,7 +273,8 @@ def build_roll_call(
         # PyTorch has no public way to get the store of the default process group.
         store = dist.distributed_c10d._get_default_store()
     limit = TimeLimit(timeout_minutes, hang_timeout)
-    if hang_timeout is None or build_watchdog is None:
+    build_watchdog = None if hang_timeout is None else load_watchdog()
+    if build_watchdog is None:
         return RollCall(store, ranks.rank, ranks.names, limit)
     progress = ranks.progress
     return build_watchdog(

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from megatron.base.errors import LayoutError
 from megatron.base.host_limits import allow_open_files
 from megatron.parallel.launcher import read_meeting_point
+from megatron.parallel.rank_progress import TimeLimit
 from megatron.parallel.roll_call import store_is_rank_zeros
 from megatron.parallel.store_values import read_text
-from megatron.parallel.time_limit import TimeLimit
 
 _NAMED = 16
 """Number of missing ranks that a message names."""

@@ -27,9 +27,8 @@ from megatron.base.errors import LayoutError, LostRanksError
 from megatron.base.plain_text import print_to_stderr
 from megatron.parallel.launcher import read_meeting_point
 from megatron.parallel.messages import OutOfStepError
-from megatron.parallel.rank_state import find_location, locate_thread
+from megatron.parallel.rank_progress import TimeLimit, find_location, locate_thread
 from megatron.parallel.store_values import parse_answer
-from megatron.parallel.time_limit import TimeLimit
 
 CALLED = "roll_call/called"
 """The key in the store that is set when the roll is called."""

@@ -8,12 +8,12 @@ element of the global tensor exactly once.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
-Kind = Literal["weight", "exp_avg", "exp_avg_sq", "exp_avg_slow", "momentum"]
-"""The fp32 master (`weight`), Adam's two moments, AdEMAMix's slow one, or Muon's momentum."""
+from megatron.config.optimizer import StateKind
+
+Kind = StateKind
 ADAM_KINDS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.base.plain_text import make_plain, make_plain_lines
-from megatron.parallel.rank_state import RankState
+from megatron.parallel.rank_progress import RankState
 
 _LONGEST_TEXT = 2_000
 """Characters of a text in a record. The message of a rank's error is the longest one."""

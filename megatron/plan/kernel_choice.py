@@ -3,6 +3,10 @@
 A flag that names a kernel is kept. Each other kernel is on unless `_find_obstacle` has a reason
 against it. The choice is a function of the plan and of what all ranks have in common, so that all
 ranks make the same one. See docs/decisions/056.
+
+The first functions choose the plans whose microbatches are recorded as CUDA graphs, for
+--cuda-graph. A graph repeats the same kernels with the same memory. So nothing in a microbatch may
+depend on a number that the host reads, or that the host passes to a kernel in each microbatch.
 """
 
 from collections.abc import Mapping
@@ -10,10 +14,57 @@ from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
 
 from megatron.config.fields import all_fields
-from megatron.config.kernels import FUSED_ATTENTION, AttentionBackend, KernelsConfig
+from megatron.config.kernels import FUSED_ATTENTION, SWITCHES, AttentionBackend, KernelsConfig
 from megatron.config.tree import Config
-from megatron.plan.graph_choice import find_default_obstacle, find_graph_obstacle
+from megatron.model.layer_parts import get_activation
 from megatron.plan.run_plan import Plan
+from megatron.schedule.curriculum import Curriculum
+
+_LENGTHS = 8
+"""The number of sequence lengths of a curriculum that get graphs."""
+
+
+def find_graph_obstacle(plan: Plan) -> str | None:
+    """Return why microbatches of a plan are never recorded, or None if they can be."""
+    config = plan.config
+    obstacles = {
+        "attention kernels draw masks from a generator of the host": (
+            config.model.attention_dropout > 0 and config.kernels.names_fused_attention
+        ),
+        "DeepSpeed runs the passes": config.parallel.deepspeed,
+        "the stages of a pipeline send messages": plan.pipeline_size > 1,
+        "several ranks share the weights, which FSDP2 gathers": plan.weight_ranks > 1,
+        "each expert gets another number of tokens": config.model.num_experts is not None,
+        "the number of documents differs": config.data.reset_attention_mask,
+        "--checkpoint-in-cpu copies to host memory": config.recompute.checkpoint_in_cpu,
+    }
+    return next((reason for reason, found in obstacles.items() if found), None)
+
+
+def find_default_obstacle(plan: Plan) -> str | None:
+    """Return why --cuda-graph auto does not record microbatches of a plan, or None if it does."""
+    reason = find_graph_obstacle(plan)
+    if reason is None and plan.world_size > 1:
+        return "graphs with messages between ranks have not run on several GPUs"
+    return reason
+
+
+def runs_eager_passes(config: Config) -> bool:
+    """Return whether some iterations run backward passes that hooks watch, beside graphs."""
+    return bool(config.parallel.replay_interval or config.logging.log_layer_stats_interval)
+
+
+def find_shortest_recorded(curriculum: Curriculum | None, first: int, last: int) -> int:
+    """Return the shortest sequence length that gets graphs, of iterations `first` to `last`.
+
+    A recording costs about a step. A curriculum may have hundreds of lengths, and most tokens are
+    in the longest samples.
+    """
+    if curriculum is None:
+        return 0
+    lengths = sorted({length for _, length in curriculum.iterate_stages(first, last)})
+    return lengths[-_LENGTHS:][0]
+
 
 CPU = "cpu"
 ROCM = "rocm"
@@ -24,16 +75,6 @@ _ATTENTION_ORDERS: dict[str, tuple[AttentionBackend, ...]] = {
 """Compute capability -> order of attention kernels. All other types have PyTorch's."""
 _COMPILED = "torch.compile fuses it with its neighbours"
 _NEVER_COMPILED = ("cross_entropy_loss_fusion", "adamw_fusion")
-TRITON = (
-    "rope_fusion",
-    "bias_swiglu_fusion",
-    "residual_norm_fusion",
-    "cross_entropy_loss_fusion",
-    "adamw_fusion",
-)
-"""The settings of kernels that need Triton."""
-SWITCHES = ("gradient_accumulation_fusion", *TRITON)
-"""The settings that a choice turns on or off."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +173,7 @@ def _find_obstacle(name: str, plan: Plan, device: KernelDevice) -> str | None:
     config = plan.config
     absent = {
         "rope_fusion": config.model.position_embedding_type != "rotary",
-        "bias_swiglu_fusion": not _has_fused_activation(config),
+        "bias_swiglu_fusion": not get_activation(config.model).has_kernel,
         "residual_norm_fusion": config.model.norm_placement != "input"
         or config.precision.fp32_residual_connection,
         "adamw_fusion": config.optimizer.optimizer != "adam" or config.parallel.deepspeed,
@@ -150,13 +191,6 @@ def _find_obstacle(name: str, plan: Plan, device: KernelDevice) -> str | None:
     if config.kernels.use_torch_compile and name not in _NEVER_COMPILED:
         return _COMPILED
     return None
-
-
-def _has_fused_activation(config: Config) -> bool:
-    """Return whether a kernel computes the activation of the MLP."""
-    if config.model.glu_activation is None:
-        return config.model.activation == "squared_relu"
-    return config.model.glu_activation != "clamped_swiglu"
 
 
 def _find_obstacle_of_sums(plan: Plan) -> str | None:

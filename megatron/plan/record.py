@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron.config.compare import load_yaml
 from megatron.config.yaml_file import dump_yaml
-from megatron.data.planned_phase import PlannedPhase
+from megatron.data.phases import PlannedPhase
 from megatron.model.partition import Stage
 from megatron.model.shape import ModelShape
 from megatron.plan.run_plan import Plan

@@ -11,12 +11,11 @@ from typing import TypeVar
 
 from megatron.base.errors import ConfigError, MegatronError
 from megatron.base.plain_text import format_alternatives, format_count
-from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.fields import ConfigWithOrigin
 from megatron.config.loss import LOSS_MEAN
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.tree import Config
-from megatron.data.phases import check_phase_data, plan_phases, read_phases
-from megatron.data.planned_phase import PlannedPhase
+from megatron.data.phases import PlannedPhase, check_phase_data, plan_phases, read_phases
 from megatron.model import flops
 from megatron.model.partition import (
     Stage,
@@ -26,12 +25,16 @@ from megatron.model.partition import (
     partition,
 )
 from megatron.model.shape import ModelShape
-from megatron.plan.curriculum import build_curriculum
-from megatron.plan.rules.contexts import PlanContext
-from megatron.plan.rules.finding import apply_rules, list_errors, list_warnings, warning
+from megatron.plan.rules.finding import (
+    PlanContext,
+    apply_rules,
+    list_errors,
+    list_warnings,
+    warning,
+)
 from megatron.plan.rules.lists import CONFIG_RULES, PLAN_RULES
+from megatron.plan.rules.numbers import replace_wrong_values
 from megatron.plan.run_plan import Plan
-from megatron.plan.usable_values import replace_wrong_values
 from megatron.schedule.batch_size import (
     BatchSizeSchedule,
     ConstantBatchSize,
@@ -45,7 +48,7 @@ from megatron.schedule.curriculum import FOREVER
 from megatron.schedule.lr import LRSchedule
 from megatron.schedule.position import Progress, Steps
 from megatron.schedule.skip import SkipRange, parse_ranges
-from megatron.tokenizer import (
+from megatron.tokenizer.vocabulary import (
     check_same_vocab_size,
     compute_padded_vocab_size,
     find_vocab_size,
@@ -150,7 +153,7 @@ def resolve(
     skip_ranges = attempt(lambda: parse_ranges(usable.batch.skip_train_iteration_range), no_ranges)
     curriculum = None
     if usable.curriculum.curriculum_schedule_type is not None:
-        curriculum = attempt(lambda: build_curriculum(usable), None)
+        curriculum = attempt(lambda: usable.curriculum.build(usable.model.seq_length), None)
     data_phases: tuple[PlannedPhase, ...] = ()
     if vocab_size is None:
         steps = Steps(batch_size, usable.model.seq_length, curriculum)

@@ -9,15 +9,15 @@ from typing import assert_never
 
 from megatron.base.errors import LayoutError, combine_errors
 from megatron.config.tree import Config
-from megatron.data.planned_phase import PlannedPhase
+from megatron.data.phases import PlannedPhase
 from megatron.model.partition import Stage
 from megatron.model.shape import ModelShape
 from megatron.parallel.grid import Grid
 from megatron.schedule.batch_size import BatchSizeSchedule
-from megatron.schedule.counter_forecast import Forecast
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.lr import LRSchedule
 from megatron.schedule.pipeline_schedule import PipelineSchedule, choose_schedule
+from megatron.schedule.position import Forecast
 from megatron.schedule.skip import SkipRange
 
 

@@ -15,8 +15,8 @@ from megatron.observe.timers import EVALUATE
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.ranks import Work
 from megatron.run.run import Run
-from megatron.tokenizer import build_tokenizer
-from megatron.tokenizer.token_bytes import count_token_bytes
+from megatron.tokenizer.build import build_tokenizer
+from megatron.tokenizer.vocabulary import count_token_bytes
 
 
 def evaluate_validation(run: Run) -> None:

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from megatron.checkpoint.save import Saver
     from megatron.checkpoint.store import Store
     from megatron.config.checkpoint import CheckpointConfig
-    from megatron.config.config_with_origin import ConfigWithOrigin
+    from megatron.config.fields import ConfigWithOrigin
     from megatron.config.logging import LoggingConfig
     from megatron.config.tree import Config
     from megatron.data.batches import Microbatch
     from megatron.data.indexed import IndexedDataset
-    from megatron.data.source_kind import SourceKind
+    from megatron.data.source import SourceKind
     from megatron.engine.base import Accept, AcceptOnDevice, Engine, StepResult
     from megatron.engine.kind import EngineKind
     from megatron.model.gpt import GPT
-    from megatron.observe.block_timer import BlockTimer
+    from megatron.observe.timers import BlockTimer
     from megatron.parallel.mesh import Mesh
     from megatron.parallel.ranks import Ranks
     from megatron.parallel.roll_call import RollCall
@@ -105,7 +105,7 @@ class GuardKind:
     """Builds a guard, and carries out its rollbacks while the training loop does not run."""
 
     def build(self, plan: Plan, state: TrainState, mesh: Mesh, log: Printer) -> Guard:
-        """Return the guard of a run."""
+        """Return the guard of a run with --spike-guard."""
         return Guard()
 
     def finish_interrupted_rollback(self, config: Config, ranks: Ranks, log: Printer) -> bool:
@@ -250,8 +250,43 @@ class Parts:
 
     engine: EngineKind | None = None
     """The kind of the engine. None stands for the engine of the core."""
-    has_extras = False
-    """Whether it builds the parts of `check_parts`."""
+
+    def find_missing(self, config: Config) -> Iterator[Finding]:
+        """Yield an error for each flag whose part is not installed.
+
+        An installation has all packages of `megatron.extras`, or none. An extra yields nothing.
+        """
+        logging = config.logging
+        parallel = config.parallel
+        # Ranks are compared by default. Without the package, only another value is refused.
+        compares = parallel.straggler_interval not in (0, type(parallel).straggler_interval)
+        needed = [
+            (config.checkpoint.hf_export_interval, "hf-export-interval", "interop.convert"),
+            (config.checkpoint.local_dir, "local-dir", "object_store"),
+            (parallel.deepspeed, "deepspeed", "step.deepspeed"),
+            *(
+                (True, flag.removeprefix("--"), "step.kernels")
+                for flag in config.kernels.fusion_flags
+            ),
+            (config.precision.fp8_format, "fp8-format", "step.float8"),
+            (config.data.dataset_format, "dataset-format", "samples"),
+            (config.guard.is_on, "spike-guard", "watch.guard"),
+            (logging.profile_iterations, "profile-iterations", "watch.profiler"),
+            (logging.memory_snapshot, "memory-snapshot", "watch.profiler"),
+            (config.batch.eval_tasks, "eval-tasks", "inference.scoring"),
+            (parallel.hang_timeout, "hang-timeout", "watch.watchdog"),
+            (compares, "straggler-interval", "watch.stragglers"),
+            (parallel.replay_interval, "replay-interval", "watch.replay"),
+            (logging.tracker, "tracker", "watch.trackers"),
+            (logging.codecarbon_dir, "codecarbon-dir", "watch.trackers"),
+            (logging.verification, "verification", "planner.verify"),
+        ]
+        for is_needed, flag, package in needed:
+            if is_needed:
+                yield error(
+                    f"--{flag} needs megatron.extras.{package}, which this installation does not "
+                    "have. Install the complete package, or leave out the flag"
+                )
 
     def check_flags(self, settings: ConfigWithOrigin) -> Iterator[Finding]:
         """Check the flags of the parts. It imports no torch."""
@@ -333,50 +368,3 @@ class Parts:
 
 NO_PARTS = Parts()
 """The core alone."""
-
-
-@dataclass(frozen=True)
-class PartsContext:
-    """A configuration, and the parts that are installed."""
-
-    config: Config
-    parts: Parts
-
-
-def check_parts(context: PartsContext) -> Iterator[Finding]:
-    """Check that each part that the configuration asks for is installed."""
-    # An installation has all packages of `megatron.extras`, or none.
-    if context.parts.has_extras:
-        return
-    config = context.config
-    logging = config.logging
-    parallel = config.parallel
-    # Ranks are compared by default. Without the package, only another value is refused.
-    compares = parallel.straggler_interval not in (0, type(parallel).straggler_interval)
-    needed = [
-        (config.checkpoint.hf_export_interval, "hf-export-interval", "interop.convert"),
-        (config.checkpoint.local_dir, "local-dir", "object_store"),
-        (parallel.deepspeed, "deepspeed", "training.deepspeed"),
-        *(
-            (True, flag.removeprefix("--"), "training.kernels")
-            for flag in config.kernels.fusion_flags
-        ),
-        (config.precision.fp8_format, "fp8-format", "training.float8"),
-        (config.data.dataset_format, "dataset-format", "training.sources"),
-        (config.guard.is_on, "spike-guard", "training.guard"),
-        (logging.profile_iterations, "profile-iterations", "training.profiling"),
-        (logging.memory_snapshot, "memory-snapshot", "training.profiling"),
-        (config.batch.eval_tasks, "eval-tasks", "training.scoring"),
-        (parallel.hang_timeout, "hang-timeout", "training.watchdog"),
-        (compares, "straggler-interval", "training.stragglers"),
-        (parallel.replay_interval, "replay-interval", "training.replay"),
-        (logging.tracker, "tracker", "training.trackers"),
-        (logging.codecarbon_dir, "codecarbon-dir", "training.trackers"),
-        (logging.verification, "verification", "planner.verify"),
-    ]
-    for is_needed, flag, package in needed:
-        if is_needed:
-            yield error(
-                f"--{flag} needs megatron.extras.{package}, which this installation does not have. "
-                "Install the complete package, or leave out the flag"
-            )

@@ -10,26 +10,28 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from megatron.base.errors import MegatronError
-from megatron.parallel.ranks import build_roll_call
-from megatron.run.closing import close_within_limit
 from megatron.run.evaluate import evaluate_only
 from megatron.run.exits import ignore_stop_signals
 from megatron.run.leaving import (
     close_after_error,
+    close_within_limit,
     leave_after_crash,
     leave_with_error,
 )
+from megatron.run.parts import Parts
+from megatron.run.run import Run
 from megatron.run.start.build import (
     build_exits,
     build_timers,
     divide_ranks,
     hold_folder_lease,
+    open_store,
     start_run,
 )
-from megatron.run.start.job import agree_on_job, select_checkpoint_config
+from megatron.run.start.job import agree_on_job
 from megatron.run.start.launch import Launch
 from megatron.run.start.launch_record import train_and_record
-from megatron.run.start.meet import check_agreement, join_ranks
+from megatron.run.start.meet import check_agreement, join_ranks, name_lost_ranks
 
 
 def run_launch(launch: Launch) -> None:
@@ -66,66 +68,59 @@ def pretrain(launch: Launch, closing: ExitStack | None = None) -> bool:
         with ExitStack() as own:
             return pretrain(launch, own)
     started = time.monotonic()
-    config = launch.config
-    parts = launch.parts
     ranks = join_ranks(launch)
-    exits = build_exits(config, ranks)
-    # A rank that is lost from here on is named. Without the roll call, the others would only report
-    # that a collective has failed.
-    saving = select_checkpoint_config(config).save_folder
-    with build_roll_call(
-        ranks,
-        config.parallel.distributed_timeout_minutes,
-        hang_timeout=config.parallel.hang_timeout,
-        build_watchdog=parts.load_watchdog(saving),
-    ) as roll_call:
+    exits = build_exits(launch.config, ranks)
+    with name_lost_ranks(launch, ranks) as roll_call:
         check_agreement(launch, ranks)
-        store = parts.build_store(select_checkpoint_config(config), ranks)
-        store.open()
-        guards = parts.load_guard()
-        # First, because no run starts from a folder that is half rolled back.
-        if guards.finish_interrupted_rollback(config, ranks, ranks.log):
-            store.open()
+        store = open_store(launch, ranks)
         # Mistakes are reported here, before this run touches its folder or waits for the lease.
         job = agree_on_job(launch, ranks)
-        tasks = parts.prepare_tasks(job.plan, ranks, ranks.log)
+        tasks = launch.parts.prepare_tasks(job.plan, ranks, ranks.log)
         timers = build_timers(launch.world)
-        mesh = divide_ranks(job.plan, ranks, launch.world, timers)
-        if roll_call is not None:
-            roll_call.use_names(mesh.names)
-        lease = closing.enter_context(hold_folder_lease(config, mesh, store))
+        mesh = divide_ranks(job.plan, ranks, launch.world, timers, roll_call)
+        lease = closing.enter_context(hold_folder_lease(launch.config, mesh, store))
         # Each pass trains from a checkpoint or from scratch. Only a rollback of the spike guard
         # starts another pass.
         while True:
             opened = closing.enter_context(ExitStack())
             run = start_run(launch, job, mesh, timers, lease, exits, store)
             run.tasks = tasks
-            # A read that hangs must not keep the files from being closed, so the data come last.
-            opened.callback(run.sources.close)
-            opened.callback(run.reporter.close)
-            opened.callback(run.exporter.stop)
-            if config.batch.eval_only:
-                evaluate_only(run)
-            else:
-                train_and_record(run, time.monotonic() - started, parts)
-            if run.rollback is None:
+            _close_with(opened, run)
+            _use(run, launch.parts, started)
+            rollback = run.rollback
+            if rollback is None:
                 return ranks.progress.stopped or ranks.progress.stop_signal > 0
             started = time.monotonic()
             # The watchdog grants this start as much time as the first one.
             mesh.progress.begin_start()
-            rollback = run.rollback
             # If this host is lost now, another one completes the rollback.
             store.publish_rollback()
             # The next pass needs as much memory as this one. Reference cycles would keep the memory
             # of this one allocated.
             del run
-            mesh.ranks.work(opened.close, "closing the files", ranks.log)
+            ranks.work(opened.close, "closing the files", ranks.log)
             gc.collect()
-            guards.roll_back(rollback, job.plan, mesh, lease)
+            launch.parts.load_guard().roll_back(rollback, job.plan, mesh, lease)
             store.publish_rollback()
             # The early plan is that of a run from scratch.
             launch = replace(launch, early=None)
             job = agree_on_job(launch, ranks)
+
+
+def _close_with(opened: ExitStack, run: Run) -> None:
+    """Let a stack close what the run has opened. It closes the last one first."""
+    # A read that hangs must not keep the files from being closed, so the data come last.
+    opened.callback(run.sources.close)
+    opened.callback(run.reporter.close)
+    opened.callback(run.exporter.stop)
+
+
+def _use(run: Run, parts: Parts, started: float) -> None:
+    """Train, or evaluate with --eval-only."""
+    if run.plan.config.batch.eval_only:
+        evaluate_only(run)
+    else:
+        train_and_record(run, time.monotonic() - started, parts)
 
 
 def leave(closing: ExitStack, *, stopped: bool = False) -> None:

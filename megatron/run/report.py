@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.base.plain_text import make_plain_lines, print_line
 from megatron.config.logging import LogFormat
 from megatron.data.source import LeftOut
 from megatron.engine.base import StepOutcome, StepResult
@@ -100,6 +101,12 @@ class StepRecord:
     """Iterations of the complete run. With --train-time it is an estimate."""
 
 
+def wants_bar(plan: Plan) -> bool:
+    """Return whether a run draws a progress bar. It needs a terminal and a known end."""
+    has_end = plan.train_seconds is None
+    return plan.config.logging.show_progress and has_end and sys.stderr.isatty()
+
+
 class Reporter:
     """All outputs of a run. It gives each of them the same numbers."""
 
@@ -120,7 +127,8 @@ class Reporter:
         self._slow_ranks: set[int] | None = None
         """The ranks that the last comparison found to be slow. None before the first one."""
         self._interval = _Interval()
-        self._bar = ProgressBar(total=plan.train_iters, show=False)
+        self._bar: ProgressBar | None = None
+        """None unless --show-progress is given at a terminal."""
         self._sinks: list[Sink] = []
         self._goodput = GoodputReport()
         self.has_chronicle = False
@@ -146,16 +154,14 @@ class Reporter:
         no files of reports, and a launch has one TensorBoard file.
         """
         logging = self._plan.config.logging
-        # A bar needs a number of iterations. A run by time has none.
-        show = logging.show_progress and self._is_rank_zero and self._plan.train_seconds is None
-        self._bar = ProgressBar(total=self._plan.train_iters, show=show)
         # Other ranks must not open the files. Two writers would corrupt them.
         if not self._is_rank_zero:
             return
         # The sinks get each event, and are closed, in the order of this list. A tracker starts
         # before the metrics file has a line of the launch, and the goodput after that. Events in
         # memory are written first, because little time is left after a signal.
-        self._sinks = [TensorBoard(logging, log=self.log)]
+        if logging.tensorboard_dir is not None:
+            self._sinks.append(TensorBoard(logging, log=self.log))
         save = self._plan.config.checkpoint.save_folder
         # By default the metrics are stored with the checkpoints that they belong to.
         path = logging.metrics_file or (Path(save) / "metrics.jsonl" if save else None)
@@ -169,10 +175,12 @@ class Reporter:
                 self._goodput = self._parts.build_goodput(
                     Path(save), metrics, self.log, is_first=is_first
                 )
-                self._sinks += [self._goodput, Chronicle(chronicle, log=self._bar.log)]
+                self._sinks += [self._goodput, Chronicle(chronicle, log=self._print)]
                 self.has_chronicle = True
         self._sinks += self._parts.build_emissions(logging, self.log)
-        self._sinks.append(self._bar)
+        if wants_bar(self._plan):
+            self._bar = ProgressBar(total=self._plan.train_iters)
+            self._sinks.append(self._bar)
 
     def describe_conventions(self) -> list[tuple[str, str, str]]:
         """Return the row of the start table for the definitions of TFLOPs and MFU."""
@@ -201,11 +209,17 @@ class Reporter:
     def log(self, line: str) -> None:
         """Print a line of the log above the progress bar. A warning is also in the chronicle."""
         if self._is_rank_zero:
-            self._bar.log(line)
+            self._print(line)
             # The words may also occur within a line that is no warning.
             prefix, _, text = line.partition("warning: ")
             if text and not prefix:
                 self.record("alert", {"text": text})
+
+    def _print(self, line: str) -> None:
+        if self._bar is None:
+            print_line(make_plain_lines(line))
+        else:
+            self._bar.log(line)
 
     def _write(self, event: ReportEvent) -> None:
         for sink in self._sinks:

@@ -14,12 +14,11 @@ from megatron.observe.timers import Timers
 from megatron.parallel.mesh import Mesh
 from megatron.plan.run_plan import Plan
 from megatron.run.clock import RunClock, StepClock
-from megatron.run.divergence import DivergenceWatch
 from megatron.run.exits import Exits, StopReason
 from megatron.run.parts import Exporter, Guard, Profiling, RankComparison, Replay, Tasks
 from megatron.run.report import Reporter
 from megatron.run.start.data_files import DataFiles
-from megatron.run.state import TrainState
+from megatron.run.state import DivergenceWatch, TrainState
 
 
 @dataclass(frozen=True)

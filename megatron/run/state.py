@@ -79,7 +79,7 @@ class TrainState:
     kernels: dict[str, Any] = field(default_factory=dict)
     """The type of the GPUs, and the kernels in use. See `run/start/kernel_choice.py`."""
     dropout_masks: str = ""
-    """Name of the formula of dropout masks. See `run/start/earlier_versions.py`."""
+    """Name of the formula of dropout masks. See `run/start/resume.py`."""
     base: str = ""
     """The checkpoint that the run was started from, if it is not in the folder of --save."""
     pending: list[str] = field(default_factory=list)
@@ -158,3 +158,50 @@ class TrainState:
             kernels = {"attention_backend": older.get("kernels")}
             found["kernels"] = {"gpu": older.get("gpu"), "kernels": kernels}
         return cls(**found)
+
+
+_ITERATIONS = 50
+"""The warning needs this many high losses in a row. A spike that recovers is shorter."""
+_FACTOR = 0.2
+"""A loss is high if it exceeds the usual loss by this fraction of it, and by at least _MARGIN."""
+_MARGIN = 1.0
+"""Without this margin, noise would cause a warning if the usual loss is very small."""
+
+
+def compute_high_loss(usual: float) -> float:
+    """Return the loss above which a run is probably diverging, given a usual loss. Both in nats."""
+    return usual + max(_MARGIN, _FACTOR * usual)
+
+
+class DivergenceWatch:
+    """Warns once about a run whose loss stays far above the first one of this launch."""
+
+    def __init__(self) -> None:
+        """Create a watch that has seen no loss."""
+        self._first: float | None = None
+        self._above = 0
+        self._warned = False
+
+    def observe(self, loss: float, iteration: int) -> str | None:
+        """Return a warning if the run seems to have diverged, and None otherwise.
+
+        Args:
+            loss: The finite loss of an applied step.
+            iteration: The iteration of the step.
+        """
+        if self._first is None:
+            self._first = loss
+        limit = compute_high_loss(self._first)
+        if loss > limit:
+            self._above += 1
+        else:
+            self._above = 0
+        if self._above < _ITERATIONS or self._warned:
+            return None
+        self._warned = True
+        return (
+            f"warning: the loss was above {limit:.3f} in the {_ITERATIONS} iterations up to "
+            f"{iteration}. In the first iteration of this launch it was {self._first:.3f}. The run "
+            "has probably diverged. Roll back to an earlier checkpoint with tools/rollback.py, and "
+            "lower --lr or skip the data"
+        )

@@ -17,14 +17,13 @@ from tokenizers import decoders, models, pre_tokenizers
 from megatron.base.errors import ConfigError
 from megatron.base.outside_file import INDEX_BYTES, check_regular, load_json
 from megatron.config.data import TokenizerConfig, TokenizerType
-from megatron.tokenizer.failures import encode_checked
+from megatron.tokenizer.failures import describe_tiktoken, encode_checked
 from megatron.tokenizer.hub import fetch_tokenizer, find_tokenizer_file, find_tokenizer_folder
 from megatron.tokenizer.sentencepiece_model import (
     FILE,
     SentencePieceTokenizer,
     read_sentencepiece,
 )
-from megatron.tokenizer.tiktoken_file import describe_tiktoken
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _LARGEST_ID = (1 << 26) - 1

@@ -15,8 +15,7 @@ from typing import Any
 
 from megatron.base.errors import ConfigError, DataError
 from megatron.base.outside_file import INDEX_BYTES, load_bytes
-from megatron.tokenizer.failures import encode_checked
-from megatron.tokenizer.tiktoken_file import describe_tiktoken
+from megatron.tokenizer.failures import describe_tiktoken, encode_checked
 
 FILE = "tokenizer.model"
 _REQUIRED_PARTS = {1, 2, 3}

@@ -1,29 +1,45 @@
 """The size of the vocabulary, as the tokenizer has it and padded as the model has it.
 
+Also the number of bytes of text that each id stands for, and the files that the ids come from with
+their digests. The digests show whether a tokenizer of the same size is another one. They depend on
+contents and not on paths, because a tokenizer may be moved.
+
 Invariant: the padded size is divisible by the tensor-parallel size and never smaller than the
 vocabulary.
 
 Source: padding rule of Megatron-LM (https://arxiv.org/abs/1909.08053, section 3).
 """
 
+import json
 import math
 import re
 import tomllib
 from pathlib import Path
 from typing import assert_never
 
+import xxhash
+
 from megatron.base.code_version import PACKAGE
 from megatron.base.errors import ConfigError
-from megatron.base.outside_file import load_text
+from megatron.base.outside_file import INDEX_BYTES, load_bytes, load_text
 from megatron.config.data import TokenizerConfig
 from megatron.tokenizer.build import (
+    HFTokenizer,
+    Tokenizer,
     build_tokenizer,
     find_sentencepiece_model,
     find_tokenizer_json,
+    list_special_token_ids,
+    read_end_token,
     read_tokenizer_json,
     read_vocabulary,
 )
 from megatron.tokenizer.hub import fetch_tokenizer, find_tokenizer_folder, is_hub_name
+from megatron.tokenizer.sentencepiece_model import (
+    FILE,
+    is_sentencepiece_installed,
+    read_sentencepiece,
+)
 
 GPT2_VOCAB_SIZE = 50257
 """Size of GPT-2's vocabulary: 50,000 merges, 256 bytes and the end of a document."""
@@ -262,3 +278,136 @@ def check_same_vocab_size(config: TokenizerConfig, described: str) -> None:
         f"{name} has {size} ids, which is not {described}. Give the model's own tokenizer, or "
         f"--vocab-size {size}{padding} to train this architecture with this one."
     )
+
+
+_SPACE = "\u2581"
+"""What stands for a space in the tokens of SentencePiece."""
+
+
+def count_token_bytes(tokenizer: Tokenizer) -> list[int] | None:
+    """Return the bytes in UTF-8 of each id, or None if the kind of tokenizer does not give them.
+
+    The sum over the ids of a text is the length of the text for byte-level tokenizers. For those
+    of the kind of SentencePiece, it is one more if they put a space before a text. Special tokens
+    are no text and have 0 bytes.
+    """
+    if not isinstance(tokenizer, HFTokenizer) or tokenizer.backend.decoder is None:
+        return None
+    kinds = _list_decoders(json.loads(tokenizer.backend.decoder.__getstate__()))
+    counts = [0] * tokenizer.vocab_size
+    added = tokenizer.backend.get_added_tokens_decoder()
+    for token, index in tokenizer.backend.get_vocab(with_added_tokens=True).items():
+        if index in added:
+            # Added tokens stand for themselves, whatever the others are spelled with.
+            counts[index] = len(token.encode())
+        elif "ByteLevel" in kinds:
+            # Each byte is spelled with one letter of an alphabet of 256.
+            counts[index] = len(token)
+        elif kinds & {"Metaspace", "ByteFallback"}:
+            counts[index] = _count_sentencepiece_bytes(token)
+        else:
+            return None
+    for index in list_special_token_ids(tokenizer):
+        counts[index] = 0
+    return counts
+
+
+def _list_decoders(record: dict) -> set[str]:
+    """Return the kinds of a decoder and of the decoders in it."""
+    kinds = {str(record.get("type"))}
+    for part in record.get("decoders", []):
+        kinds |= _list_decoders(part)
+    return kinds
+
+
+def _count_sentencepiece_bytes(token: str) -> int:
+    # With byte fallback, a byte that is in no other token is spelled <0x0A>.
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return 1
+    return len(token.replace(_SPACE, " ").encode())
+
+
+_TRANSFORMERS_FILES = (
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "added_tokens.json",
+)
+"""Files that the ids come from, in a folder without tokenizer.json."""
+
+
+def find_tokenizer_files(config: TokenizerConfig) -> dict[str, Path]:
+    """Return the files that the ids come from, by the part that each plays.
+
+    Files that are not on this machine are left out.
+    """
+    found: dict[str, Path] = {}
+    match config.tokenizer_type:
+        case "GPT2BPETokenizer":
+            given = {"--vocab-file": config.vocab_file, "--merge-file": config.merge_file}
+            found = {part: Path(name) for part, name in given.items() if name is not None}
+        case "SentencePieceTokenizer":
+            file = find_sentencepiece_model(config.tokenizer_name_or_path)
+            if file is not None:
+                found = {FILE: file}
+        case "PretrainedFromHF":
+            file = find_tokenizer_json(config.tokenizer_name_or_path)
+            folder = find_tokenizer_folder(config.tokenizer_name_or_path)
+            if file is not None:
+                found = {"tokenizer.json": file}
+            elif folder is not None:
+                found = {part: folder / part for part in _TRANSFORMERS_FILES}
+        case _:
+            assert_never(config.tokenizer_type)
+    return {part: path for part, path in found.items() if path.is_file()}
+
+
+def compute_tokenizer_digests(config: TokenizerConfig) -> dict[str, str]:
+    """Return the xxh3_128 of each file's content, by the part that the file plays.
+
+    For a Hugging Face folder the end-of-document token is included. The result is empty if no file
+    is given or none is on this machine.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    files = find_tokenizer_files(config)
+    try:
+        digests = {
+            part: str(xxhash.xxh3_128_hexdigest(load_bytes(path, INDEX_BYTES)))
+            for part, path in files.items()
+        }
+    except OSError as error:
+        raise ConfigError(f"a file of the tokenizer cannot be read: {error}") from error
+    # Two folders may have the same vocabulary and end documents with different tokens.
+    if files and config.tokenizer_type == "PretrainedFromHF":
+        # All of these files are in one folder, and the token is named by another file there.
+        token = read_end_token(next(iter(files.values())).parent)
+        if token is not None:
+            digests["end-of-document token"] = str(token)
+    return digests
+
+
+def compute_digest_of_ids(config: TokenizerConfig) -> str | None:
+    """Return the xxh3_128 of all tokens with their ids, in whatever files they are.
+
+    None if no file is on this machine, if only `transformers` can read it, or if the package that
+    reads it is not installed.
+
+    Raises:
+        ConfigError: a file is damaged.
+    """
+    files = find_tokenizer_files(config)
+    if "--vocab-file" in files:
+        ids = read_vocabulary(str(files["--vocab-file"]))
+    elif "tokenizer.json" in files:
+        ids = read_tokenizer_json(files["tokenizer.json"]).get_vocab(with_added_tokens=True)
+    elif config.tokenizer_type == "SentencePieceTokenizer" and files:
+        if not is_sentencepiece_installed():
+            return None
+        ids = read_sentencepiece(files[FILE]).get_vocab()
+    else:
+        return None
+    return str(xxhash.xxh3_128_hexdigest(json.dumps(sorted(ids.items())).encode()))

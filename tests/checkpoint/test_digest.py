@@ -90,12 +90,15 @@ def test_blocks_that_are_not_needed_are_not_read(tmp_path: Path) -> None:
     assert torch.equal(target, tensor[500:1500])
 
 
+TESTS = str(Path(__file__).resolve().parents[1])
 MEMORY = """
 import json, resource, sys, torch
 from pathlib import Path
 from megatron.checkpoint.load import open_checkpoint
-from megatron.checkpoint.save import CheckpointContents, save_checkpoint
+from megatron.checkpoint.save import CheckpointContents
 from megatron.parallel.shard import TensorShard
+sys.path.insert(0, sys.argv[-1])
+from saved_checkpoint import save_checkpoint
 
 def peak():
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -131,7 +134,7 @@ def test_saving_and_loading_need_little_memory(tmp_path: Path) -> None:
     """
     for act in ("save", "load", "load_sharded"):
         run = subprocess.run(
-            [sys.executable, "-c", MEMORY, act, str(tmp_path)],
+            [sys.executable, "-c", MEMORY, act, str(tmp_path), TESTS],
             check=True,
             capture_output=True,
             text=True,

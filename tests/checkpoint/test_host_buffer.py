@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron.base.host_limits import read_available_memory
-from megatron.checkpoint import host_buffer
-from megatron.checkpoint.host_buffer import HostBuffer
+from megatron.checkpoint import shard_file
 from megatron.checkpoint.save import CheckpointContents, Saver
+from megatron.checkpoint.shard_file import HostBuffer
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.parallel.shard import TensorShard
 
@@ -26,7 +26,7 @@ def allocated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(size)
         return original(number, size, **options)
 
-    monkeypatch.setattr(host_buffer.mmap, "mmap", allocate)
+    monkeypatch.setattr(shard_file.mmap, "mmap", allocate)
     return sizes
 
 
@@ -149,7 +149,7 @@ def test_too_little_memory_fails_the_save_and_not_the_run(
         if overcommitted:
             patched.setattr("megatron.base.host_limits._MEMINFO", meminfo)
         else:
-            patched.setattr(host_buffer.mmap, "mmap", refuse)
+            patched.setattr(shard_file.mmap, "mmap", refuse)
         saver.begin(CheckpointContents(1, None, {}, ""), make_shards())
         saver.complete()
     assert saver.saved_iteration is None

@@ -1,6 +1,6 @@
 """Test when saves are due and which checkpoints are kept, without files."""
 
-from megatron.checkpoint.policy import SavePolicy
+from megatron.checkpoint.save import SavePolicy
 from megatron.config.checkpoint import CheckpointConfig
 
 

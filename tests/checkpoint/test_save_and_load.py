@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from saved_checkpoint import save_checkpoint
 
 from megatron.base.errors import CheckpointError
 from megatron.checkpoint.digest import digest_of_file, digest_of_text
 from megatron.checkpoint.folder import list_saved_iterations, read_pointed_iteration
 from megatron.checkpoint.load import compare_models, open_checkpoint
-from megatron.checkpoint.save import CheckpointContents, save_checkpoint
+from megatron.checkpoint.save import CheckpointContents
 from megatron.checkpoint.start import find_start
 from megatron.checkpoint.tensor_file import intersect, write_tensors
 from megatron.config.checkpoint import CheckpointConfig

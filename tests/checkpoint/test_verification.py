@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_damage import resign
+from saved_checkpoint import save_checkpoint
 
 from megatron.base.errors import CheckpointError, DamagedError
-from megatron.checkpoint.save import CheckpointContents, save_checkpoint
+from megatron.checkpoint.save import CheckpointContents
 from megatron.extras.interop.inspection.verification import ensure_undisturbed, verify
 from megatron.parallel.shard import Kind, TensorShard
 
@@ -31,13 +32,16 @@ def save(root: Path) -> Path:
     return save_checkpoint(root, CheckpointContents(3, None, {}, ""), shards)
 
 
+MATRIX = "blocks.0.mlp.up.weight"
+TABLE = "embedding.word.weight"
+BIAS = "blocks.0.mlp.router.balance"
 STATES: dict[str, dict[str, tuple[Kind, ...]]] = {
-    "adam": {"a": ("exp_avg", "exp_avg_sq"), "b": ("exp_avg", "exp_avg_sq")},
+    "adam": {MATRIX: ("exp_avg", "exp_avg_sq"), TABLE: ("exp_avg", "exp_avg_sq")},
     "ademamix": {
-        "a": ("exp_avg", "exp_avg_sq", "exp_avg_slow"),
-        "b": ("exp_avg", "exp_avg_sq", "exp_avg_slow"),
+        MATRIX: ("exp_avg", "exp_avg_sq", "exp_avg_slow"),
+        TABLE: ("exp_avg", "exp_avg_sq", "exp_avg_slow"),
     },
-    "muon": {"a": ("momentum",), "b": ("exp_avg", "exp_avg_sq")},
+    "muon": {MATRIX: ("momentum",), TABLE: ("exp_avg", "exp_avg_sq")},
 }
 
 
@@ -48,11 +52,14 @@ def test_each_state_of_an_optimizer_must_be_there(optimizer: str, tmp_path: Path
     ]
     for number, missing in enumerate([None, *tensors]):
         shards = [
-            TensorShard(kind, name, (4,), (0,), torch.ones(4), owner=True)
+            TensorShard(kind, name, (4, 2), (0, 0), torch.ones(4, 2), owner=True)
             for kind, name in tensors
             if (kind, name) != missing
         ]
-        contents = CheckpointContents(3, {"optimizer_step": 3}, {}, "")
+        # No optimizer updates it, so it has no states.
+        shards.append(TensorShard("weight", BIAS, (4,), (0,), torch.ones(4), owner=True))
+        config = f"optimizer:\n  optimizer: {optimizer}\n"
+        contents = CheckpointContents(3, {"optimizer_step": 3}, {}, config)
         folder = save_checkpoint(tmp_path / str(number), contents, shards)
         damage = [d.what for d in verify(folder).damage]
         if missing is None:

@@ -4,8 +4,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron.config.config_with_origin import ConfigWithOrigin
-from megatron.config.fields import build_config, flatten
+from megatron.config.fields import ConfigWithOrigin, build_config, flatten
 from megatron.config.tree import Config
 from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.rules.finding import apply_rules, list_errors, list_warnings

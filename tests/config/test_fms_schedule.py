@@ -15,7 +15,7 @@ import pytest
 
 from megatron.base.errors import ConfigError
 from megatron.commands.plan import main
-from megatron.config.config_with_origin import LoadedConfig
+from megatron.config.fields import LoadedConfig
 from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan

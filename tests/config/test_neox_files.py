@@ -8,7 +8,7 @@ from config.neox_texts import MODEL, SETUP
 
 from megatron.base.errors import ConfigError
 from megatron.commands import plan as plan_tool
-from megatron.config.config_with_origin import ConfigWithOrigin, LoadedConfig
+from megatron.config.fields import ConfigWithOrigin, LoadedConfig
 from megatron.extras.interop.translators.translator import load_config
 from megatron.model.shape import ModelShape
 from megatron.plan.resolve import resolve

@@ -10,8 +10,7 @@ from config.minimal import published_arguments
 from megatron.base.errors import ConfigError
 from megatron.commands import plan as plan_tool
 from megatron.config.compare import load_yaml
-from megatron.config.config_with_origin import LoadedConfig
-from megatron.config.fields import all_fields, find_missing
+from megatron.config.fields import LoadedConfig, all_fields, find_missing
 from megatron.config.presets import list_preset_names, read_preset
 from megatron.config.yaml_file import dump_yaml
 from megatron.console.preset_table import build_preset_shape, format_preset_table

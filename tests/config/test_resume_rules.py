@@ -8,8 +8,7 @@ from config.minimal import TRAINABLE
 from megatron.config.data import TokenizerConfig
 from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.resolve import resolve
-from megatron.plan.rules.contexts import ResumeContext, TokenizerContext
-from megatron.plan.rules.finding import Finding, error, warning
+from megatron.plan.rules.finding import Finding, ResumeContext, TokenizerContext, error, warning
 from megatron.plan.rules.resume import (
     check_curriculum,
     check_optimizer,
@@ -19,7 +18,8 @@ from megatron.plan.rules.resume import (
     warn_about_trained_range,
 )
 from megatron.schedule.skip import SkipRange
-from megatron.tokenizer import compute_tokenizer_digests, files
+from megatron.tokenizer import vocabulary
+from megatron.tokenizer.vocabulary import compute_tokenizer_digests
 
 VOCAB = "--vocab-file"
 MERGES = "--merge-file"
@@ -89,7 +89,7 @@ def test_unreadable_file_of_the_tokenizer_is_an_error(
     def fail(path: Path, limit: int) -> bytes:
         raise OSError(5, "Input/output error", str(path))
 
-    monkeypatch.setattr(files, "load_bytes", fail)
+    monkeypatch.setattr(vocabulary, "load_bytes", fail)
     assert compare(tokenizer, {VOCAB: "0" * 32}) == [
         error(
             "a file of the tokenizer cannot be read: [Errno 5] Input/output error: "

@@ -6,7 +6,7 @@ import pkgutil
 
 import megatron.plan.rules
 from megatron.plan.rules.data import check_tokenizer_files
-from megatron.plan.rules.declared import IfGiven
+from megatron.plan.rules.finding import IfGiven
 from megatron.plan.rules.lists import CONFIG_RULES, NEEDED_BY_RUNS, PLAN_RULES, RESUME_RULES
 
 

@@ -6,12 +6,10 @@ from pathlib import Path
 import pytest
 from config.minimal import PUBLISHED_RUNS, TRAINABLE, check_rules, config_with, published_arguments
 
-from megatron.config.config_with_origin import ConfigWithOrigin
-from megatron.config.fields import all_fields, build_config, flatten
+from megatron.config.fields import ConfigWithOrigin, all_fields, build_config, flatten
 from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.resolve import resolve
-from megatron.plan.rules.contexts import PlanContext
-from megatron.plan.rules.declared import IfGiven
+from megatron.plan.rules.finding import IfGiven, PlanContext
 from megatron.plan.rules.lists import CONFIG_RULES, PLAN_RULES
 from megatron.plan.rules.numbers import check_ranges
 from megatron.schedule.position import Progress
@@ -49,6 +47,7 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ({**ON_A_STORE, "load": "s3://bucket//run"}, "--load s3://bucket//run must be s3://bucket/run"),
     ({**ON_A_STORE, "hf_export_interval": 5}, "--hf-export-interval 5 needs a folder for --save"),
     ({**ON_A_STORE, "load": "s3:/b/run"}, "--load s3:/b/run must be s3://bucket/run, with two"),
+    ({**ON_A_STORE, "load": "s3:/key:1/secret@b/run"}, "--load s3:/***@b/run must be s3://bucket"),
     ({**ON_A_STORE, "save": "s3://my run/a"}, "has 'my run' as bucket, whose name may have"),
     ({"save": "run", "save_staging": "x"}, "--save-staging x needs --local-dir"),
     ({"spike_guard": "rollback"}, "needs the same folder for --save and --load"),
@@ -510,7 +509,7 @@ UNUSUAL: list[tuple[dict[str, object], str]] = [
     ),
     (
         {"bias_swiglu_fusion": True},
-        "--bias-swiglu-fusion has no effect without --glu-activation or --activation squared_relu.",
+        "--bias-swiglu-fusion has no effect with an activation that has no kernel: gelu",
     ),
     (
         {"adamw_fusion": True, "optimizer": "muon"},

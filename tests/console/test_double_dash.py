@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from megatron.console.double_dash import split_at_double_dash
+from megatron.console.parse import split_at_double_dash
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from megatron.base.errors import DataError
 from megatron.commands.parts import open_indexed
 from megatron.config.data import DataConfig
+from megatron.data.batches import take_marks
 from megatron.data.build_sources import build_sources
 from megatron.data.documents import DocumentRules
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.data.packing import take_marks
 from megatron.data.registry import DatasetRegistry
 from megatron.data.source import BatchSlice
 from megatron.extras.samples.chat.packed import ConversationPacking, PackedDataset, pack

@@ -31,7 +31,7 @@ from megatron.extras.preparation.conversations.build import (
     prepare_conversations,
 )
 from megatron.extras.preparation.conversations.rows import parse_row, read_rows
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.build import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 ASKED = {"role": "user", "content": "the city"}

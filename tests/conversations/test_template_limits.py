@@ -10,11 +10,11 @@ import pytest
 from conversations.chat_files import make_config, write_conversations, write_tokenizer
 
 from megatron.base.errors import ConfigError, DataError
+from megatron.extras.inference.commands.generate import ChatSession
 from megatron.extras.preparation.conversations.build import ConversationJob, prepare_conversations
 from megatron.extras.samples.chat import template as template_module
-from megatron.extras.samples.chat.session import ChatSession
 from megatron.extras.samples.chat.template import ChatTemplate
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.build import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 NEST = "{% set a = namespace(l=[1], m=[1]) %}{% for i in range(60) %}{% set a.l = [a.l, a.l] %}{% set a.m = [a.m, a.m] %}{% endfor %}"  # noqa: E501

@@ -24,7 +24,7 @@ from megatron.extras.interop.convert.importing import import_model
 from megatron.extras.preparation.conversations.build import ConversationJob, prepare_conversations
 from megatron.extras.preparation.preprocess.build_dataset import PreprocessJob, preprocess
 from megatron.observe.metrics import read_metrics
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.build import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTH = 96

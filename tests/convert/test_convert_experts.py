@@ -259,13 +259,56 @@ def test_dense_layers_between_those_with_experts_need_qwen3(family: str) -> None
         choose_architecture(model, family)
 
 
-def test_gpt_oss_is_refused_by_name(tmp_path: Path) -> None:
-    config = transformers.GptOssConfig(
-        hidden_size=32, num_hidden_layers=2, num_local_experts=4, intermediate_size=16
+# ---- MXFP4 ----
+
+
+def save_quantised(folder: Path) -> tuple[Path, Path]:
+    """Save a gpt-oss with experts in MXFP4, and the same model with transformers' bf16 values."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes |= {"num_local_experts": 3, "num_experts_per_tok": 2, "vocab_size": 101}
+    config = transformers.GptOssConfig(**sizes, pad_token_id=None, max_position_embeddings=64)
+    model = transformers.GptOssForCausalLM(config).bfloat16()
+    model.save_pretrained(folder / "plain")
+    shutil.copytree(folder / "plain", folder / "packed")
+    plain = load_file(folder / "plain/model.safetensors")
+    packed = dict(plain)
+    generator = torch.Generator().manual_seed(3)
+    for name in [name for name in plain if name.endswith(("gate_up_proj", "down_proj"))]:
+        number, inner, outer = packed.pop(name).shape
+        blocks = torch.randint(
+            0, 256, (number, outer, inner // 32, 16), generator=generator, dtype=torch.uint8
+        )
+        scales = torch.randint(118, 125, blocks.shape[:-1], generator=generator, dtype=torch.uint8)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        plain[name] = convert_moe_packed_tensors(blocks.clone(), scales.clone()).contiguous()
+    save_file(plain, folder / "plain/model.safetensors", metadata={"format": "pt"})
+    save_file(packed, folder / "packed/model.safetensors", metadata={"format": "pt"})
+    return folder / "plain", folder / "packed"
+
+
+def test_mxfp4_is_imported_with_the_bits_of_transformers(tmp_path: Path) -> None:
+    plain, packed = save_quantised(tmp_path)
+    import_model(packed, tmp_path / "ours")
+    export_checkpoint(
+        open_checkpoint(tmp_path / "ours", 0), tmp_path / "back", ExportOptions(dtype="bf16")
     )
-    config.save_pretrained(tmp_path / "source")
-    with pytest.raises(ConfigError, match="gpt_oss is not supported: its attention has sinks"):
-        import_model(tmp_path / "source", tmp_path / "ours")
+    written = load_file(tmp_path / "back/model.safetensors")
+    expected = load_file(plain / "model.safetensors")
+    assert written.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(written[name].view(torch.int16), tensor.view(torch.int16)), name
+
+
+@pytest.mark.parametrize("end", ["_scales", "_blocks"])
+def test_half_of_a_tensor_in_mxfp4_is_refused(end: str, tmp_path: Path) -> None:
+    _, packed = save_quantised(tmp_path)
+    whole = "model.layers.1.mlp.experts.down_proj"
+    edit_tensors(packed, lambda tensors: tensors.__delitem__(whole + end))
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.0\.down"):
+        import_model(packed, tmp_path / "ours")
 
 
 def test_every_name_of_an_expert_is_another() -> None:

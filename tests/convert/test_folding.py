@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.config.model import ModelConfig
-from megatron.extras.interop.convert.folding import fold_description, fold_rows
+from megatron.extras.interop.convert.export import fold_description, fold_rows
 from megatron.model.gpt import GPT
 from megatron.model.init import draw_normal_slice
 from megatron.model.shape import ModelShape

@@ -17,9 +17,8 @@ from megatron.base.errors import ConfigError
 from megatron.config.data import TokenizerConfig
 from megatron.extras.inference.commands import evaluate, generate
 from megatron.extras.interop.commands import convert_checkpoint
-from megatron.extras.interop.convert.awkward_texts import AWKWARD
-from megatron.extras.interop.convert.tokenizer_files import SpecialIds, write_tokenizer
-from megatron.tokenizer import HFTokenizer, build_tokenizer
+from megatron.extras.interop.convert.tokenizer_files import AWKWARD, SpecialIds, write_tokenizer
+from megatron.tokenizer.build import HFTokenizer, build_tokenizer
 
 transformers = pytest.importorskip("transformers")
 SIZES = (

@@ -120,14 +120,12 @@ def count_parameter_bytes(flags: str, world_size: int) -> ParameterBytes:
 
     An activation must not have the shape of a parameter, and the world size must divide all rows.
     """
-    from megatron.extras.planner.dry_run.fake_gpu import FakeGpu
-    from megatron.extras.planner.dry_run.fake_rank import FakeRank, run_rank
+    from megatron.extras.planner.dry_run.fake_rank import FakeRank, get_gpu, run_rank
     from megatron.extras.planner.dry_run.stand_ins import get_current_stream
 
     found = ParameterBytes()
     shapes: set[tuple[int, ...]] = set()
     of_layers: set[tuple[int, ...]] = set()
-    run = FakeGpu._run
 
     def start(rank: FakeRank) -> None:
         # The construction gathers weights too.
@@ -139,8 +137,7 @@ def count_parameter_bytes(flags: str, world_size: int) -> ParameterBytes:
             for block in stage.get_blocks().values():
                 of_layers.update(tuple(each.shape) for each in block.parameters())
 
-    def count(self: FakeGpu, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        out = run(self, func, types, args, kwargs)
+    def count(func: Any, args: Any, kwargs: Any, out: Any) -> None:
         # FSDP2 adds up shards on a stream of its own.
         if get_current_stream().stream_id == 0:
             name = func.__name__.partition(".")[0]
@@ -152,9 +149,8 @@ def count_parameter_bytes(flags: str, world_size: int) -> ParameterBytes:
                 found.sums += _count_sum(name, args, out)
             if tuple(getattr(out, "shape", ())) in of_layers:
                 found.fused += _count_product(name, args, out)
-        return out
 
-    with mock.patch.object(FakeGpu, "_run", count):
+    with get_gpu().watch(count):
         run_rank(plan_case(Case(flags, world_size)), 0, visit=start)
     return found
 
@@ -195,11 +191,10 @@ class PaddingReport:
 
 def find_padding(case: Case) -> PaddingReport:
     """Run a step, and return what its products and copies are."""
-    from megatron.extras.planner.dry_run.fake_gpu import _FACTORS, FakeGpu
-    from megatron.extras.planner.dry_run.fake_rank import FakeRank, run_rank
+    from megatron.extras.planner.dry_run.fake_gpu import _FACTORS
+    from megatron.extras.planner.dry_run.fake_rank import FakeRank, get_gpu, run_rank
 
     found = PaddingReport()
-    run = FakeGpu._run
 
     def start(_: FakeRank) -> None:
         # The construction has products of few rows, which are not padded.
@@ -207,8 +202,7 @@ def find_padding(case: Case) -> PaddingReport:
         found.slow.clear()
         found.moved.clear()
 
-    def record(self: FakeGpu, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        out = run(self, func, types, args, kwargs)
+    def record(func: Any, args: Any, kwargs: Any, out: Any) -> None:
         name = func.__name__.partition(".")[0]
         # Inside the operators of a compiled graph, torch does not replace these two by others.
         if name == "contiguous" and not args[0].is_contiguous():
@@ -222,9 +216,8 @@ def find_padding(case: Case) -> PaddingReport:
         if name in _PADDING:
             read = args[: _PADDING[name]]
             found.moved[name, tuple(out.shape)] += out.nbytes + sum(each.nbytes for each in read)
-        return out
 
-    with mock.patch.object(FakeGpu, "_run", record):
+    with get_gpu().watch(record):
         run_rank(plan_case(case), case.rank, visit=start)
     return found
 
@@ -260,20 +253,15 @@ def count_attention_of_first_call(case: Case) -> dict[str, int]:
 
 def count_operators(case: Case) -> dict[str, int]:
     """Run the steps of a case. Return how often each of torch's operators ran on the GPU."""
-    from megatron.extras.planner.dry_run.fake_gpu import FakeGpu
+    from megatron.extras.planner.dry_run.fake_rank import get_gpu
 
     counts: Counter[str] = Counter()
-    run = FakeGpu._run
 
-    def count(self: FakeGpu, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def count(func: Any, args: Any, kwargs: Any, out: Any) -> None:
         counts[func.__name__] += 1
-        return run(self, func, types, args, kwargs)
 
-    FakeGpu._run = count  # type: ignore[method-assign]
-    try:
+    with get_gpu().watch(count):
         run_case(case)
-    finally:
-        FakeGpu._run = run  # type: ignore[method-assign]
     return dict(counts)
 
 
@@ -358,7 +346,7 @@ def train_and_list_attention(arguments: list[str]) -> tuple[set[tuple[str, bool]
     from torch.utils import deterministic
 
     from megatron.extras.planner.dry_run import stand_ins
-    from megatron.extras.planner.dry_run.fake_gpu import FakeGpu
+    from megatron.extras.planner.dry_run.fake_rank import get_gpu
     from megatron.model.block import Block
 
     list_allowed = stand_ins._list_allowed_kernels
@@ -370,13 +358,11 @@ def train_and_list_attention(arguments: list[str]) -> tuple[set[tuple[str, bool]
         return ["CUDNN_ATTENTION", "MATH"] if "OVERRIDEABLE" in allowed else allowed
 
     found: set[tuple[str, bool]] = set()
-    run = FakeGpu._run
 
-    def look(self: FakeGpu, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def look(func: Any, args: Any, kwargs: Any, out: Any) -> None:
         if "dot_product" in func.__name__:
             name = func.__name__.partition(".")[0]
             found.add((name, torch.are_deterministic_algorithms_enabled()))
-        return run(self, func, types, args, kwargs)
 
     compiled = mock.patch.object(
         Block, "compile_halves", autospec=True, side_effect=Block.compile_halves
@@ -384,7 +370,7 @@ def train_and_list_attention(arguments: list[str]) -> tuple[set[tuple[str, bool]
     torch.compiler.reset()
     try:
         with (
-            mock.patch.object(FakeGpu, "_run", look),
+            get_gpu().watch(look),
             mock.patch.object(stand_ins, "_list_allowed_kernels", prefer_cudnn),
             mock.patch.dict(os.environ),
             compiled as compile_halves,
@@ -420,7 +406,7 @@ def pin_buffers() -> list[tuple[int, int, str | None]]:
     """
     import torch
 
-    from megatron.checkpoint.host_buffer import HostBuffer
+    from megatron.checkpoint.shard_file import HostBuffer
     from megatron.extras.planner.dry_run.fake_rank import get_gpu
 
     gpu = get_gpu()
@@ -488,15 +474,13 @@ def count_rounding_bytes(case: Case) -> tuple[dict[str, int], dict[Product, int]
     The first part has an entry for each kernel. "copies" are those in front of products, and "sums"
     those of weights' gradients.
     """
-    from megatron.extras.planner.dry_run.fake_gpu import FakeGpu
+    from megatron.extras.planner.dry_run.fake_rank import get_gpu
     from megatron.extras.step.float8 import products as float8
 
     moved: Counter[str] = Counter()
     parts: list[str] = []
-    run = FakeGpu._run
 
-    def count(self: FakeGpu, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        out = run(self, func, types, args, kwargs)
+    def count(func: Any, args: Any, kwargs: Any, out: Any) -> None:
         name = func.__name__.partition(".")[0]
         if func.namespace == "megatron" and name in _ROUNDING:
             # Kernels for all weights get lists, and write into memory that they are given.
@@ -510,7 +494,6 @@ def count_rounding_bytes(case: Case) -> tuple[dict[str, int], dict[Product, int]
             # What is in place is read too.
             arguments = [each for each in args if hasattr(each, "nbytes")]
             moved[parts[-1]] += out.nbytes + sum(each.nbytes for each in arguments)
-        return out
 
     def enter(function: Any, part: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -524,7 +507,7 @@ def count_rounding_bytes(case: Case) -> tuple[dict[str, int], dict[Product, int]
 
     add = float8._Gradients.add_to_gradient
     with (
-        mock.patch.object(FakeGpu, "_run", count),
+        get_gpu().watch(count),
         mock.patch.object(float8, "multiply_rounded", enter(float8.multiply_rounded, "copies")),
         mock.patch.object(float8._Gradients, "add_to_gradient", enter(add, "sums")),
     ):

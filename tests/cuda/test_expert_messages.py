@@ -8,8 +8,8 @@ from cuda.conftest import Call
 from cuda.fake_ranks import run_loads
 
 from megatron.extras.interop.translators.translator import load_config
-from megatron.extras.planner.cost.experts import count_message_bytes, count_rows
 from megatron.extras.planner.cost.hardware import load_hardware
+from megatron.extras.planner.cost.parameters import count_message_bytes, count_rows
 from megatron.extras.planner.prediction import describe_layout, predict_plan
 from megatron.plan.resolve import resolve
 

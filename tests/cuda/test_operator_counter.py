@@ -40,7 +40,7 @@ def count_calls() -> dict[str, Numbers]:
         found[name] = tuple(sum(getattr(each, key) for each in works) for key in KEYS)
         counter.counts.clear()
 
-    with get_gpu(), counter:
+    with get_gpu() as gpu, gpu.watch(counter.count):
         bf16: Any = {"dtype": torch.bfloat16, "device": "cuda"}
         a, b = torch.empty(3, 5, **bf16), torch.empty(5, 7, **bf16)
         c = torch.empty(3, 7, device="cuda")
@@ -104,8 +104,8 @@ def test_operators_count_what_they_read_and_write(on_fake_gpu: Call):
 def count_parts(microbatches: int) -> dict[str, Numbers]:
     """Return the sums of each part of a step."""
     sys.path.insert(0, BENCHMARKS)
-    from bytes_per_operator import Case
     from operator_counter import count_case
+    from operator_work import Case
 
     found: dict[str, Numbers] = {}
     for (part, _), work in count_case(Case(LLAMA + PLAIN, microbatches)).items():

@@ -7,7 +7,7 @@ from cuda.conftest import Call
 from cuda.fake_ranks import PLAIN, Case, count_parameter_bytes, plan_case
 
 from megatron.extras.planner.cost.hardware import load_hardware
-from megatron.extras.planner.cost.parameter_traffic import (
+from megatron.extras.planner.cost.parameters import (
     count_gather_bytes,
     count_product_bytes,
     count_sum_bytes,

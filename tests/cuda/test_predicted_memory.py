@@ -304,12 +304,14 @@ ONCE_MORE = {
     "large vocabulary",
     "kernels of blocks, grouped queries",
     "grouped queries, sliding window",
+    "fp32, sharded, ALiBi",
     "shared sequences, core recomputed",
+    "kept operators, sequence parallelism",
     "float8, ZeRO 1",
     "float8, one GPU, fused gradients",
     "experts, recomputed",
 }
-"""Jobs whose features others of `JOBS` have too, together with more."""
+"""Jobs whose features others of `JOBS` or blocks of `test_blocks.py` have too."""
 
 
 @pytest.mark.parametrize(

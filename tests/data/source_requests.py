@@ -4,8 +4,7 @@ from typing import Any
 
 from megatron.config.data import DataConfig
 from megatron.data.build_sources import build_sources
-from megatron.data.source import BatchSlice, Sources
-from megatron.data.source_kind import SourceRequest
+from megatron.data.source import BatchSlice, SourceRequest, Sources
 
 
 def make_request(data: DataConfig, train_samples: int | None, **more: Any) -> SourceRequest:

@@ -6,9 +6,14 @@ from data.corpora import golden, short_hash
 
 from megatron.base.errors import ConfigError
 from megatron.config.data import DataConfig
-from megatron.data.blend import blend, compute_samples_per_dataset, count_drawn_samples, normalise
+from megatron.data.blend import (
+    blend,
+    compute_samples_per_dataset,
+    count_drawn_samples,
+    normalise,
+    parse_shares,
+)
 from megatron.data.cache import IndexCache
-from megatron.data.shares import parse_shares
 
 
 @pytest.mark.parametrize(

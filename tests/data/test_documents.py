@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from megatron.base.errors import DataError
 from megatron.data.documents import (
-    check_documents_end,
     find_document_bounds,
     make_loss_mask,
     make_position_ids,
 )
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.indexed_source import check_documents_end
 
 EOD = 0
 SAMPLES = npst.arrays(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megatron.base.errors import DataError
 from megatron.config.data import DataConfig
 from megatron.data.indexed_source import IndexedSource
-from megatron.data.planned_phase import DataPhase, PlannedPhase
+from megatron.data.phases import DataPhase, PlannedPhase
 from megatron.data.source import Sources
 
 SEQ_LENGTH = 10

@@ -81,7 +81,7 @@ def test_an_order_equals_its_tree_in_lists(tmp_path_factory, tree):
     assert list_order(order) == list_tree(tree)
     assert collect_seeds(tree) >= {seed for seed, _ in list_tree(tree)}
     dataset, sample = locate(order, len(order) - 1)
-    assert (dataset.seed, sample) == list_tree(tree)[-1]
+    assert (cast(Numbers, dataset).seed, sample) == list_tree(tree)[-1]
 
 
 def test_a_blend_draws_from_its_orders():

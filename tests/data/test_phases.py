@@ -12,18 +12,18 @@ from data.source_requests import open_sources
 from megatron.base.errors import ConfigError
 from megatron.config.data import DataConfig
 from megatron.data.phases import (
+    DataPhase,
+    PlannedPhase,
     check_phase_data,
     find_phase_shares,
     plan_phases,
     read_phases,
 )
-from megatron.data.planned_phase import DataPhase, PlannedPhase
 from megatron.data.source import Sources
 from megatron.schedule.batch_size import ConstantBatchSize, RampupBatchSize, parse_step_schedule
-from megatron.schedule.counter_forecast import Forecast
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.lr import LRSchedule
-from megatron.schedule.position import Progress, Steps
+from megatron.schedule.position import Forecast, Progress, Steps
 
 # 300 tokens, which give 29 samples in each epoch.
 SEQ = 10

@@ -12,8 +12,7 @@ import pytest
 from megatron.base.errors import DataError
 from megatron.extras.operations.hub import answers
 from megatron.extras.samples.stream import remote
-from megatron.extras.samples.stream.block_cache import BlockCache
-from megatron.extras.samples.stream.remote import RemoteFolder
+from megatron.extras.samples.stream.remote import BlockCache, RemoteFolder
 
 pytest.importorskip("aiohttp")
 Answer = Callable[[http.server.BaseHTTPRequestHandler], object]

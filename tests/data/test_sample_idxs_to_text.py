@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from data.source_requests import open_sources
+from saved_checkpoint import save_checkpoint
 
-from megatron.checkpoint.save import CheckpointContents, save_checkpoint
+from megatron.checkpoint.save import CheckpointContents
 from megatron.commands import sample_idxs_to_text as tool
 from megatron.config.yaml_file import dump_yaml
 from megatron.extras.interop.translators.translator import load_config

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megatron.data import index_helpers, shuffle
+from megatron.data import index_helpers
 
 
 @pytest.fixture(params=["C++", "blocks"])
@@ -33,14 +33,14 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 def test_shuffles_equal_numpy(
     items: int, dtype: type, direct: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shuffle, "DIRECT_ITEMS", direct)
+    monkeypatch.setattr(index_helpers, "DIRECT_ITEMS", direct)
     expected: NDArray = np.arange(items, dtype=dtype)
     found = expected.copy()
     rng = np.random.RandomState(items)
     reference = np.random.RandomState(items)
     for _ in range(2):
         reference.shuffle(expected)
-        shuffle.shuffle_in_place(found, rng)
+        index_helpers.shuffle_in_place(found, rng)
         assert np.array_equal(found, expected)
     # The next draws are equal as well, so that a second shuffle continues the same stream.
     assert rng.randint(1 << 31, size=4).tolist() == reference.randint(1 << 31, size=4).tolist()
@@ -49,16 +49,16 @@ def test_shuffles_equal_numpy(
 @pytest.mark.full
 @pytest.mark.usefixtures("implementation")
 def test_large_array_equals_numpy() -> None:
-    expected = np.arange(3 * shuffle.DIRECT_ITEMS, dtype=np.uint32)
+    expected = np.arange(3 * index_helpers.DIRECT_ITEMS, dtype=np.uint32)
     found = expected.copy()
     np.random.RandomState(1234).shuffle(expected)
-    shuffle.shuffle_in_place(found, np.random.RandomState(1234))
+    index_helpers.shuffle_in_place(found, np.random.RandomState(1234))
     assert np.array_equal(found, expected)
 
 
 @pytest.mark.usefixtures("implementation")
 def test_other_threads_run_during_a_shuffle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shuffle, "DIRECT_ITEMS", 1 << 16)
+    monkeypatch.setattr(index_helpers, "DIRECT_ITEMS", 1 << 16)
     over = threading.Event()
     beats: list[int] = []
 
@@ -70,7 +70,7 @@ def test_other_threads_run_during_a_shuffle(monkeypatch: pytest.MonkeyPatch) -> 
     items = np.arange(4_000_000, dtype=np.uint32)
     thread.start()
     before = len(beats)
-    shuffle.shuffle_in_place(items, np.random.RandomState(1))
+    index_helpers.shuffle_in_place(items, np.random.RandomState(1))
     during = len(beats) - before
     over.set()
     thread.join()

@@ -20,7 +20,7 @@ from megatron.data.batches import compute_sample_positions
 from megatron.data.build_sources import count_evaluation_samples
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.indexed_source import check_vocabulary
-from megatron.data.prefetch import Prefetcher
+from megatron.data.position_source import Prefetcher
 from megatron.data.source import BatchSlice
 
 

@@ -1,6 +1,5 @@
 """Damaged values of Arrow and Parquet files are errors that name the file and the row."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,9 +8,9 @@ import pytest
 from data.test_stream_formats import format_of, read_all
 
 from megatron.base.errors import DataError
-from megatron.extras.preparation.preprocess.blocks import Position
+from megatron.extras.preparation.conversations.rows import read_rows
+from megatron.extras.preparation.preprocess.inputs import read_blocks
 from megatron.extras.preparation.preprocess.row_inspection import inspect_rows
-from megatron.extras.preparation.preprocess.tables import read_arrow_blocks, read_parquet_blocks
 from megatron.extras.samples.stream.formats import FORMATS
 
 ROW = 123
@@ -41,12 +40,12 @@ CASES = [
 ]
 
 
-def write(path: Path, column: str) -> None:
+def write(path: Path, *columns: str) -> None:
     """Write a file whose values are not compressed."""
-    if column == "text":
-        table = pa.table({column: pa.array(TEXTS)})
-    else:
-        table = pa.table({column: pa.array(TOKENS, pa.list_(pa.int32()))})
+    values = pa.array(TEXTS)
+    if columns == ("ids",):
+        values = pa.array(TOKENS, pa.list_(pa.int32()))
+    table = pa.table(dict.fromkeys(columns, values))
     if path.suffix == ".parquet":
         parquet.write_table(table, path, compression="none", use_dictionary=False)
         return
@@ -59,12 +58,6 @@ def damage(path: Path, right: bytes, wrong: bytes) -> None:
     data = path.read_bytes()
     assert right in data
     path.write_bytes(data.replace(right, wrong))
-
-
-def read_blocks(path: Path, column: str) -> Iterator[object]:
-    """Read a file as the preparation of texts does."""
-    read = read_parquet_blocks if path.suffix == ".parquet" else read_arrow_blocks
-    return read(str(path), [column], Position(0, 0, 0), 1 << 20)
 
 
 @pytest.mark.parametrize(("name", "column", "kind"), CASES)
@@ -82,7 +75,17 @@ def test_damaged_value_names_file_and_row(
     assert path.name in "".join(inspect_rows(str(path), format_of(path), column).damaged)
     if column == "text" and name != "a.file.arrow":
         with pytest.raises(DataError, match=rf"{path.name} is damaged: row {ROW + 1} of the file"):
-            list(read_blocks(path, column))
+            list(read_blocks([str(path)], [column]))
+
+
+@pytest.mark.parametrize("name", ["a.stream.arrow", "a.parquet"])
+def test_damaged_conversation_names_file_and_row(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    write(path, "prompt", "completion")
+    assert sum(len(rows.values) for rows in read_rows([str(path)])) == 500
+    damage(path, *DAMAGE["not UTF-8"])
+    with pytest.raises(DataError, match=rf"{path.name} is damaged: row {ROW + 1} of the file"):
+        list(read_rows([str(path)]))
 
 
 def test_parquet_checksums_are_verified(tmp_path: Path) -> None:
@@ -104,7 +107,7 @@ def test_parquet_checksums_are_verified(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"a\.parquet.*CRC"):
             read_all(path, "text")
         with pytest.raises(DataError, match=r"a\.parquet.*CRC"):
-            list(read_blocks(path, "text"))
+            list(read_blocks([str(path)], ["text"]))
 
 
 def test_column_names_that_are_not_text(tmp_path: Path) -> None:

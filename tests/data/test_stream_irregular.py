@@ -122,7 +122,7 @@ import resource, sys
 from megatron.config.data import DataConfig
 from megatron.data.build_sources import build_sources
 from megatron.data.source import BatchSlice
-from megatron.data.source_kind import SourceRequest
+from megatron.data.source import SourceRequest
 from megatron.extras.samples.stream.build import StreamedData
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, int(sys.argv[2])))

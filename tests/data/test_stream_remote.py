@@ -1,6 +1,7 @@
 """Data behind URLs: the same samples, retries, a bounded cache, changes and secrets."""
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,11 +12,11 @@ from data.row_files import make_documents, write_dataset, write_rows
 from data.test_stream_formats import TEXTS, TOKENS
 
 from megatron.base.errors import DataError
-from megatron.config.url import has_secret, redact
+from megatron.base.plain_text import has_secret, redact
 from megatron.extras.samples.stream import remote
-from megatron.extras.samples.stream.block_cache import BlockCache
 from megatron.extras.samples.stream.formats import FORMATS
 from megatron.extras.samples.stream.listing import Listing, list_dataset
+from megatron.extras.samples.stream.remote import BlockCache
 
 Served = tuple[Path, str, type[FailingServer]]
 
@@ -148,10 +149,17 @@ def test_secrets_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for url in ("s3://bucket/a@b", "http://host:9000/a@b", "https://host/a:b@c"):
         assert redact(url) == url
     # Many secret keys have a slash.
-    assert redact("s3://KEY:se/cr+et@bucket/run, s3://b") == "s3://***@bucket/run, s3://b"
+    for secret in ("se/cr+et", "12/34", "s/" * 400):
+        text = f"s3://KEY:{secret}@bucket/run, s3://b"
+        assert redact(text) == "s3://***@bucket/run, s3://b"
     assert not has_secret("s3://bucket/folder")
     text = "at https://me:pw@x.org/a/b?token=abc and (url=URL('http://y/z?key=abc'))"
     assert redact(text) == "at https://***@x.org/a/b?*** and (url=URL('http://y/z?***'))"
+    # A hostile answer takes no time that grows faster than its size.
+    begin = time.process_time()
+    for part in ("a://", "a://b:", "a://@", "a://b:1/x@", "?a://"):
+        redact(part * 100_000)
+    assert time.process_time() - begin < 20
     monkeypatch.setattr(remote, "_FIRST_WAIT_SECONDS", 0.0)
     for url in ("http://me:secret@127.0.0.1:9/web", "http://127.0.0.1:9/web?token=secret"):
         with pytest.raises(DataError, match="after 5 tries") as raised:

@@ -27,7 +27,7 @@ from megatron.extras.samples.stream.shard_order import MixturePhase
 from megatron.extras.samples.stream.source import StreamSource
 from megatron.extras.samples.stream.streamed_dataset import Specials, StreamedDataset
 from megatron.parallel.ranks import Ranks
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.build import build_tokenizer
 
 SHARDS = 12
 LENGTH = 32

@@ -21,8 +21,8 @@ from megatron.data.tokenizer_record import (
     read_record,
     write_record,
 )
-from megatron.extras.preparation.preprocess.merge import merge_datasets
-from megatron.tokenizer import HFTokenizer, build_tokenizer
+from megatron.extras.preparation.commands.merge_datasets import merge_datasets
+from megatron.tokenizer.build import HFTokenizer, build_tokenizer
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.engine.optimizer import MasterParameter
 from megatron.extras.step.kernels.adamw import KernelAdamW
 from megatron.model.parametrization import Scaling
-from megatron.parallel.layers import Init, ParameterSpec
+from megatron.parallel.parameter_spec import Init, ParameterSpec
 from megatron.parallel.torch_private import fused_adamw_
 
 SIZES = (0, 1, 7, 2048, 0, 5003, 33)
@@ -67,7 +67,7 @@ class Comparison:
             self.masters.append(
                 MasterParameter(
                     "head.weight" if number % 3 == 1 else f"weight {number}",
-                    ParameterSpec(shape, Init.NORMAL),
+                    ParameterSpec(shape, Init.NORMAL, decays=len(shape) > 1),
                     (0,) * len(shape),
                     model,
                     master,

@@ -13,9 +13,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.extras.step.cuda_graph.graph_recorder import RecordingError
+from megatron.extras.watch.operator_mode import OperatorMode
 from megatron.parallel.rng import draw_mask_in_graph
 
 _READ_BY_HOST = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2")
@@ -27,7 +27,7 @@ def detach(tree: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), tree)
 
 
-class Tape(TorchDispatchMode):
+class Tape(OperatorMode):
     """Records operators."""
 
     def __init__(self) -> None:
@@ -35,9 +35,8 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run_operator(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Call an operator, and record it."""
-        kwargs = kwargs or {}
         name = func.name().split("::")[1].split(".")[0]
         before = torch.get_rng_state()
         if name in _READ_BY_HOST:

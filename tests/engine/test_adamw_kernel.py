@@ -15,7 +15,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.engine.optimizer import MasterParameter
 from megatron.extras.step.kernels import adamw
 from megatron.extras.step.kernels.adamw import KernelAdamW
-from megatron.parallel.layers import Init, ParameterSpec
+from megatron.parallel.parameter_spec import Init, ParameterSpec
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -119,7 +119,7 @@ def test_launches_do_not_grow_with_the_parameters(monkeypatch: pytest.MonkeyPatc
             model = nn.Parameter(torch.zeros(shape, dtype=BF16))
             weight = nn.Parameter(torch.zeros(shape), requires_grad=False)
             weight.grad = torch.ones(shape)
-            spec = ParameterSpec(shape, Init.NORMAL)
+            spec = ParameterSpec(shape, Init.NORMAL, decays=len(shape) > 1)
             masters.append(MasterParameter(f"w{number}", spec, (0,) * len(shape), model, weight))
         optimizer = KernelAdamW(masters, OptimizerConfig(weight_decay=0.1))
         assert optimizer.writes_copies
@@ -132,7 +132,7 @@ def test_launches_do_not_grow_with_the_parameters(monkeypatch: pytest.MonkeyPatc
 def test_a_rank_without_elements_has_nothing_to_update() -> None:
     weight = nn.Parameter(torch.zeros(0, 3), requires_grad=False)
     weight.grad = torch.zeros(0, 3)
-    spec = ParameterSpec((2, 3), Init.NORMAL)
+    spec = ParameterSpec((2, 3), Init.NORMAL, decays=True)
     masters = [MasterParameter("w", spec, (2, 0), weight, weight)]
     optimizer = KernelAdamW(masters, OptimizerConfig())
     optimizer.step(0.1)

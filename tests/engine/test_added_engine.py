@@ -22,8 +22,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import TensorShard
 from megatron.plan.rules.finding import Finding, error
 from megatron.plan.run_plan import Plan
-from megatron.run.start.launch import read_launch
-from megatron.run.start.refusals import check_before_torch
+from megatron.run.start.launch import check_before_torch, read_launch
 
 CALLS: Counter[str] = Counter()
 
@@ -112,5 +111,5 @@ def test_missing_package_of_an_engine_is_named(monkeypatch: pytest.MonkeyPatch) 
     loaded = load_config([*SIZES.split(), "--deepspeed", "--data-path", "x"])
     check_before_torch(read_launch(loaded, choose_parts(loaded.config)))
     monkeypatch.setattr("megatron.commands.parts._has_extras", lambda: False)
-    with pytest.raises(ConfigError, match=r"needs megatron\.extras\.training\.deepspeed, which"):
+    with pytest.raises(ConfigError, match=r"needs megatron\.extras\.step\.deepspeed, which"):
         check_before_torch(read_launch(loaded, choose_parts(loaded.config)))

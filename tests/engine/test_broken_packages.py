@@ -7,7 +7,7 @@ import pytest
 from megatron.base.errors import ConfigError
 from megatron.config.kernels import KernelsConfig
 from megatron.extras.step.float8.kind import FLOAT8
-from megatron.extras.step.kernels.operators import choose_operators
+from megatron.extras.step.kernels.kind import choose_operators
 
 
 def test_torchao_that_does_not_fit_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -442,7 +442,8 @@ def build_engines() -> dict[str, str]:
     """Return the class of the runner for each value of --cuda-graph, as an engine is built."""
     from engine.graph_stand_in import StandIn
 
-    from megatron.extras.step.cuda_graph import graph_recorder, kind
+    from megatron.extras.step import engines
+    from megatron.extras.step.cuda_graph import graph_recorder
 
     found = {}
     plan, mesh = start(SHAPES["float8"])
@@ -450,7 +451,7 @@ def build_engines() -> dict[str, str]:
         kernels = replace(plan.config.kernels, cuda_graph=value)
         chosen = replace(plan, config=replace(plan.config, kernels=kernels))
         with (
-            mock.patch.object(kind, "_has_cuda", return_value=True),
+            mock.patch.object(engines, "_has_cuda", return_value=True),
             mock.patch.object(graph_recorder, "CudaGraphRecorder", return_value=StandIn()),
         ):
             found[value] = type(History(chosen, mesh).engine.runner).__name__

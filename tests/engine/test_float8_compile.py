@@ -19,7 +19,7 @@ from megatron.extras.step.float8.rounding import find_largest
 from megatron.extras.step.float8.weight_scales import WeightScale
 from megatron.model.gpt import GPT
 from megatron.parallel.entered_linear import ALONE, apply_entered_linears
-from megatron.parallel.layers import Piece
+from megatron.parallel.parameter_spec import Piece
 from megatron.parallel.weight_gradient import number_layer
 
 TENSORWISE = Recipe("hybrid", rowwise=False, emulated=True)

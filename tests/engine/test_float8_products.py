@@ -15,7 +15,7 @@ from megatron.extras.step.float8.rounding import find_largest, multiply_rounded,
 from megatron.extras.step.float8.weight_scales import WeightScale
 from megatron.parallel.entered_linear import ALONE, apply_entered_linears
 from megatron.parallel.grid import Grid
-from megatron.parallel.layers import Piece
+from megatron.parallel.parameter_spec import Piece
 from megatron.parallel.weight_gradient import number_layer
 
 E4M3 = torch.float8_e4m3fn

@@ -57,7 +57,7 @@ CALLS = [each for each in HISTORY if each.split()[0] in ("train", "evaluate")]
 @contextmanager
 def patch_rounding(*, stale: bool) -> Iterator[None]:
     """Keep the weights of the call before, if asked to."""
-    from megatron.extras.step.float8.fixed_weights import FixedWeights
+    from megatron.extras.step.float8.engine import FixedWeights
     from megatron.extras.step.float8.products import Float8Products
 
     with ExitStack() as stack:

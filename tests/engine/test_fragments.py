@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.extras.step.deepspeed.fragments import Fragment, split_run
-from megatron.parallel.layers import Init, ParameterSpec
+from megatron.parallel.parameter_spec import Init, ParameterSpec
 
 
 @given(st.data())
@@ -31,7 +31,7 @@ def test_slices_cover_the_run(data: st.DataObject) -> None:
 def test_shards_are_live_views_without_padding() -> None:
     flat = torch.arange(20.0)
     # 5 rows are real. This rank has rows 3 to 6, and the last two of them are padding.
-    spec = ParameterSpec((5, 4), Init.NORMAL, shard_dim=0)
+    spec = ParameterSpec((5, 4), Init.NORMAL, decays=True, shard_dim=0)
     fragment = Fragment("w", spec, offset=(3, 0), shape=(4, 4), start=2, size=14, flat=0, at=3)
     shards = list(fragment.shards({"weight": flat, "exp_avg": flat + 100}, owner=True))
     weights = [shard for shard in shards if shard.kind == "weight"]

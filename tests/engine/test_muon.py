@@ -20,8 +20,8 @@ from megatron.engine.muon import (
 from megatron.engine.optimizer import MasterParameter
 from megatron.model.shape import ModelShape
 from megatron.parallel.grid import Grid
-from megatron.parallel.layers import Init, ParameterSpec
 from megatron.parallel.mesh import Mesh, build_mesh
+from megatron.parallel.parameter_spec import Init, ParameterSpec
 
 SHAPE = ModelShape(
     ModelConfig(
@@ -52,7 +52,7 @@ def make_masters(shapes: dict[str, tuple[int, ...]]) -> list[MasterParameter]:
     masters = []
     for name, shape in shapes.items():
         weight = nn.Parameter(torch.randn(shape, generator=generator))
-        spec = ParameterSpec(shape, Init.NORMAL)
+        spec = ParameterSpec(shape, Init.NORMAL, decays=len(shape) > 1)
         masters.append(MasterParameter(name, spec, (0,) * len(shape), weight, weight))
     return masters
 

@@ -25,8 +25,8 @@ from megatron.engine.optimizer import (
 from megatron.engine.parallelize import shard_offset
 from megatron.model.shape import ModelShape
 from megatron.parallel.grid import Grid
-from megatron.parallel.layers import Init, ParameterSpec
 from megatron.parallel.mesh import build_mesh
+from megatron.parallel.parameter_spec import Init, ParameterSpec
 from megatron.parallel.torch_private import fused_adamw_
 
 
@@ -38,7 +38,13 @@ def make_masters() -> list[MasterParameter]:
         for name, shape in shapes.items()
     }
     return [
-        MasterParameter(name, ParameterSpec(tuple(p.shape), Init.NORMAL), (0,) * p.dim(), p, p)
+        MasterParameter(
+            name,
+            ParameterSpec(tuple(p.shape), Init.NORMAL, decays=p.dim() > 1),
+            (0,) * p.dim(),
+            p,
+            p,
+        )
         for name, p in parameters.items()
     ]
 
@@ -46,11 +52,10 @@ def make_masters() -> list[MasterParameter]:
 def test_adamw_is_given_no_empty_shard() -> None:
     masters = make_masters()
     empty = nn.Parameter(torch.zeros(0, 3))
-    masters.insert(
-        0, MasterParameter("empty", ParameterSpec((2, 3), Init.NORMAL), (2, 0), empty, empty)
-    )
+    spec = ParameterSpec((2, 3), Init.NORMAL, decays=True)
+    masters.insert(0, MasterParameter("empty", spec, (2, 0), empty, empty))
     optimizer = AdamW(masters, OptimizerConfig(weight_decay=0.1))
-    given = [weight for group in optimizer._optimizer.param_groups for weight in group["params"]]
+    given = [weight for group in optimizer._groups for weight in group["params"]]
     assert [weight.shape for weight in given] == [(5, 3), (5,)]
     for master in masters:
         master.weight.grad = torch.ones_like(master.weight)
@@ -96,7 +101,7 @@ def test_adamw_equals_torchs_with_decay_on_matrices_only() -> None:
 def test_the_configuration_decides_whether_embeddings_decay(decay_embeddings: bool) -> None:
     def make(name: str, shape: tuple[int, ...]) -> MasterParameter:
         parameter = nn.Parameter(torch.ones(shape))
-        spec = ParameterSpec(shape, Init.NORMAL)
+        spec = ParameterSpec(shape, Init.NORMAL, decays=len(shape) > 1)
         offset = (0,) * len(shape)
         return MasterParameter(name, spec, offset, parameter, parameter, decay_embeddings)
 
@@ -125,7 +130,7 @@ def make_model_masters() -> list[MasterParameter]:
     masters = []
     for name, shape in shapes.items():
         weight = nn.Parameter(torch.randn(shape, generator=generator))
-        spec = ParameterSpec(shape, Init.NORMAL)
+        spec = ParameterSpec(shape, Init.NORMAL, decays=len(shape) > 1)
         masters.append(MasterParameter(name, spec, (0,) * len(shape), weight, weight))
     return masters
 

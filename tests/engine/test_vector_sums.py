@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from megatron.data.batches import Microbatch
 from megatron.engine import runner
 from megatron.engine.native import NativeEngine
-from megatron.engine.runner import SingleStageRunner
-from megatron.engine.vector_sums import VectorSums
+from megatron.engine.runner import SingleStageRunner, VectorSums
 from megatron.extras.interop.translators.translator import load_config
 from megatron.parallel.grid import Grid
 from megatron.parallel.mesh import build_mesh

@@ -10,7 +10,9 @@ from equivalence.corpus import (
     UNTIED,
     Single,
     command,
+    count_iterations,
     curve,
+    of_suite,
     validation,
     worst,
     write_sentences,
@@ -26,7 +28,8 @@ Compare = Callable[..., tuple[int, int]]
 def single(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Single:
     """Return a function that runs one process and returns the folder of the run.
 
-    The run has checkpoints after 5 and 10 steps. Each run is made once in a session.
+    The run has checkpoints after half of its steps and at its end. Each run is made once in a
+    session.
     """
     folders: dict[tuple[str, bool, str, str, str], Path] = {}
 
@@ -36,7 +39,7 @@ def single(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFact
             folder = tmp_path_factory.mktemp("single")
             flags = (
                 NO_DROPOUT,
-                "--save-interval 5 --micro-batch-size 4",
+                f"--save-interval {count_iterations(variation) // 2} --micro-batch-size 4",
                 EVALUATED,
                 "" if tied else UNTIED,
                 more,
@@ -59,10 +62,14 @@ def compare(pool: ProcessPool, corpus: str, sentences: str, single: Single) -> C
     """Return a function that trains a layout in a folder, and compares it with one process.
 
     Both get the flags of the third argument. It returns the number of iterations and evaluations.
+    The short suite trains fewer iterations, unless `complete` is set.
     """
 
-    def run(layout: Layout, folder: Path, more: str = "") -> tuple[int, int]:
-        shape, variation = layout.shape, layout.variation
+    def run(
+        layout: Layout, folder: Path, more: str = "", *, complete: bool = False
+    ) -> tuple[int, int]:
+        shape = layout.shape
+        variation = layout.variation if complete else of_suite(layout.variation)
         data = sentences if layout.masks == "documents" else corpus
         shared = f"{layout.training} {more}".strip()
         argv = command(folder, data, shape, variation, NO_DROPOUT, EVALUATED, layout.flags, shared)

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+from suites import by_suite
 
+from megatron.config.optimizer import OPTIMIZERS as TABLE
 from megatron.observe.metrics import read_metrics
 
 # Heads and groups are divisible by 4. 5000 ids are padded to 5088, 5184 and 5376 rows for
@@ -35,8 +37,21 @@ VARIATIONS = {
     "--lr-decay-tokens 10000 --lr-warmup-iters 2",
 }
 """Flags that change the batch size or the sequence length within the 10 iterations."""
+SHORT_VARIATIONS = {
+    # Batch sizes 4 4 8 12.
+    "short ramp": "--rampup-batch-size 4 4 16 --global-batch-size 12 --train-samples 28 "
+    "--lr-decay-samples 56 --lr-warmup-samples 4",
+    # Two iterations of 32 tokens, two of 64.
+    "short curriculum": "--curriculum-schedule-type fixed_discrete --curriculum-difficulties 32 64 "
+    "--curriculum-max-steps 2 --global-batch-size 8 --train-iters 4 --train-tokens 1000000 "
+    "--lr-decay-tokens 3000 --lr-warmup-iters 1",
+}
+"""The same changes within 4 iterations."""
 SIZES = {"ramp": (4, 8), "curriculum": (8,)}
-"""The batch sizes of each variation in the first six iterations. All sizes are multiples of 4."""
+"""The batch sizes of each variation in the first six iterations. All sizes are multiples of 4.
+
+A short variation has them too.
+"""
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 EVALUATED = "--eval-interval 4 --eval-iters 2 --split 80,20,0"
@@ -46,11 +61,17 @@ DOCUMENTS = (
     f"--vocab-file {FIXTURES}/gpt2-tiny-vocab.json --merge-file {FIXTURES}/gpt2-tiny-merges.txt"
 )
 GOLDFISH = "--goldfish-loss --goldfish-k 3 --goldfish-h 2"
-OPTIMIZERS = {
-    "ademamix": "--optimizer ademamix --ademamix-beta3 0.99 --ademamix-alpha 4 "
-    "--ademamix-beta3-warmup 8 --ademamix-alpha-warmup 6",
+_OPTIMIZER_FLAGS = {
+    "ademamix": "--ademamix-beta3 0.99 --ademamix-alpha 4 --ademamix-beta3-warmup 8 "
+    "--ademamix-alpha-warmup 6",
     # With this mode, the scale differs between queries and keys.
-    "muon": "--optimizer muon --muon-scale-mode unit_rms_norm --muon-fp32-matmul-prec high",
+    "muon": "--muon-scale-mode unit_rms_norm --muon-fp32-matmul-prec high",
+}
+"""Optimizer -> its own flags, if the defaults would not show all of it in 10 iterations."""
+OPTIMIZERS = {
+    name: f"--optimizer {name} {_OPTIMIZER_FLAGS.get(name, '')}".rstrip()
+    for name, _ in TABLE.list_rows()
+    if name != "adam"
 }
 """The flags of each optimizer other than Adam."""
 Single = Callable[..., Path]
@@ -60,17 +81,28 @@ It also accepts more flags, and the prefix of other data.
 """
 
 
+def of_suite(variation: str) -> str:
+    """Return a variation, or its short form in the short suite."""
+    return by_suite(f"short {variation}", variation)
+
+
+def count_iterations(variation: str) -> int:
+    """Return how many iterations a variation has. Runs are interrupted after half of them."""
+    return 4 if variation in SHORT_VARIATIONS else 10
+
+
 def command(folder: Path, data: str, shape: str, variation: str, *flags: str) -> list[str]:
-    """Return the command line of a run of 10 iterations.
+    """Return the command line of a run of `count_iterations(variation)` iterations.
 
     Args:
         folder: The folder of metrics and checkpoints.
         data: The prefix of the data.
         shape: A key of `SHAPES`.
-        variation: A key of `VARIATIONS`.
+        variation: A key of `VARIATIONS` or `SHORT_VARIATIONS`.
         flags: More flags, separated by spaces.
     """
-    text = " ".join((_SIZES, _RATE, _RUN, SHAPES[shape], VARIATIONS[variation], *flags))
+    varied = (VARIATIONS | SHORT_VARIATIONS)[variation]
+    text = " ".join((_SIZES, _RATE, _RUN, SHAPES[shape], varied, *flags))
     paths = ["--data-path", data, "--save", str(folder), "--load", str(folder)]
     return [
         *text.split(),

@@ -22,7 +22,7 @@ from tiny_corpus import EOD, REFERENCE_PREFIX
 
 from megatron.base.errors import ConfigError
 from megatron.config.compare import split_off_flags_without_effect
-from megatron.config.config_with_origin import LoadedConfig
+from megatron.config.fields import LoadedConfig
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.engine.native import NativeEngine
 from megatron.extras.interop.translators.translator import load_config

@@ -7,7 +7,7 @@ because the halves of a layer are compiled with `fullgraph`.
 from pathlib import Path
 
 import pytest
-from equivalence.corpus import NO_DROPOUT, command, curve, validation, worst
+from equivalence.corpus import NO_DROPOUT, command, curve, of_suite, validation, worst
 from process_pool import ProcessPool, pretrain, succeed
 
 BOUND = 1e-5
@@ -38,7 +38,7 @@ def single(
             folder,
             corpus,
             shape,
-            variation,
+            of_suite(variation),
             NO_DROPOUT,
             "--num-layers 2 --micro-batch-size 2",
             VALIDATED,
@@ -86,7 +86,7 @@ def test_compiled_layout_trains_as_one_process(
         tmp_path,
         corpus,
         shape,
-        variation,
+        of_suite(variation),
         NO_DROPOUT,
         COMPILED,
         "--micro-batch-size 2",

@@ -15,6 +15,7 @@ import pytest
 import torch
 from equivalence.test_reshape import select
 from process_pool import ProcessPool, succeed
+from suites import by_suite
 
 from megatron.run.start.launch import read_launch
 
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from megatron.run.run import Run
 
 BOUND = 1e-5
-STEPS = 10
+# The sizes of batches and the lengths change in the fifth step at the latest.
+STEPS = by_suite(5, 10)
 LENGTH = 96
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "openwebtext-100"
 SIZES = (
@@ -46,9 +48,9 @@ MODELS = {
     "learned positions, goldfish": f"{STEADY} {NO_DROPOUT} --goldfish-loss --goldfish-k 3 "
     "--goldfish-h 5 --z-loss-coefficient 0.01",
     # The window is smaller than a part with up to four ranks.
-    "window, groups, documents": f"{RAMP} {NO_DROPOUT} {LLAMA} {EOD} --sliding-window 11 "
+    "window, groups, documents, sinks": f"{RAMP} {NO_DROPOUT} {LLAMA} {EOD} --sliding-window 11 "
     "--full-attention-layers 1 --no-rope-layers 2 --rope-scaling llama3 "
-    "--rope-original-length 32 --log-layer-stats-interval 5",
+    "--rope-original-length 32 --log-layer-stats-interval 5 --softmax-type learnable",
     "wide window, one group": f"{STEADY} {NO_DROPOUT} --position-embedding-type rotary "
     "--num-query-groups 1 --sliding-window 50",
     "ALiBi, window, documents, curriculum": f"{NO_DROPOUT} {EOD} --position-embedding-type alibi "
@@ -233,7 +235,7 @@ class Layout:
 A2A = "--cp-comm-type a2a"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
-DOCUMENTS = "window, groups, documents"
+DOCUMENTS = "window, groups, documents, sinks"
 ALIBI = "ALiBi, window, documents, curriculum"
 LAYOUTS = [
     Layout("CP 2", 2, "--context-parallel-size 2"),

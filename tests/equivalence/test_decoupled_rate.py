@@ -62,15 +62,16 @@ def compute_rate(samples: int, peak: float, minimum: float) -> float:
 
 def pretrain_with_torchs_adamw(argv: list[str]) -> None:
     """Train with an optimizer that knows nothing of this project's groups and schedules."""
+    from megatron.config.optimizer import OPTIMIZERS, OptimizerConfig
     from megatron.engine import native
     from megatron.engine.optimizer import MasterParameter, Optimizer, scale_gradients
-    from megatron.parallel.shard import ADAM_KINDS, Kind
 
     class Reference(Optimizer):
+        row = OPTIMIZERS.require("adam")
         description = ("optimizer", "the reference", "")
 
         def __init__(self, masters: list[MasterParameter]) -> None:
-            super().__init__(masters)
+            super().__init__(masters, OptimizerConfig())
             groups: dict[str, list[torch.nn.Parameter]] = {"ends": [], "inner": [], "vectors": []}
             for master in masters:
                 group = "inner"
@@ -90,14 +91,8 @@ def pretrain_with_torchs_adamw(argv: list[str]) -> None:
             for master in masters:
                 self.adamw.state[master.weight] = {
                     "step": torch.zeros(()),
-                    **{kind: torch.zeros_like(master.weight) for kind in ADAM_KINDS},
+                    **self.states[master.weight],
                 }
-
-        def get_kinds(self, master: MasterParameter) -> tuple[Kind, ...]:
-            return ADAM_KINDS
-
-        def get_moment(self, master: MasterParameter, kind: Kind) -> torch.Tensor:
-            return self.adamw.state[master.weight][kind]
 
         def step(
             self, lr: float, decoupled_lr: float | None = None, gradient_factor: float = 1.0

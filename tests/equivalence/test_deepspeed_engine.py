@@ -16,7 +16,9 @@ from equivalence.corpus import (
     VARIATIONS,
     Single,
     command,
+    count_iterations,
     curve,
+    of_suite,
     validation,
     worst,
 )
@@ -66,6 +68,8 @@ LAYOUTS = {
 }
 """Layouts of a model of six layers, which four stages divide unevenly."""
 SHORT = {"dp2-zero2", "tp2-pp4-sp"}
+COMPLETE = "dp2-zero2"
+"""The layout that trains 10 steps in the short suite too."""
 
 
 CASES = [
@@ -85,6 +89,7 @@ def test_deepspeed_trains_and_evaluates_as_one_process(
     name: str, variation: str, pool: ProcessPool, corpus: str, single: Single, tmp_path: Path
 ) -> None:
     ranks, flags = LAYOUTS[name]
+    variation = variation if name == COMPLETE else of_suite(variation)
     succeed(
         pool.run(
             ranks,
@@ -92,7 +97,7 @@ def test_deepspeed_trains_and_evaluates_as_one_process(
             command(tmp_path, corpus, "gpt2", variation, DROPOUT, EVALUATED, flags, "--deepspeed"),
         )
     )
-    assert len(curve(tmp_path)) == 10
+    assert len(curve(tmp_path)) == count_iterations(variation)
     assert worst(curve(tmp_path), curve(single("gpt2", True, variation, DROPOUT))) < BOUND
     assert worst(validation(tmp_path), validation(single("gpt2", True, variation, DROPOUT))) < BOUND
 
@@ -121,6 +126,7 @@ def test_untied_stages_without_embeddings(
 ) -> None:
     """Only the first stage has embeddings. The others must still make the same collectives."""
     ranks, flags = LAYOUTS[name]
+    variation = of_suite(variation)
     shared = corpus, "gpt2", variation, NO_DROPOUT, EVALUATED, UNTIED
     succeed(pool.run(ranks, pretrain, command(tmp_path, *shared, flags, "--deepspeed")))
     assert worst(curve(tmp_path), curve(single("gpt2", False, variation))) < BOUND
@@ -176,19 +182,20 @@ def test_a_checkpoint_of_either_engine_resumes_on_the_other(
     single: Single,
     tmp_path: Path,
 ) -> None:
-    shared = corpus, "gpt2", "ramp", NO_DROPOUT, EVALUATED
+    variation = of_suite("ramp")
+    half = count_iterations(variation) // 2
+    shared = corpus, "gpt2", variation, NO_DROPOUT, EVALUATED
     ranks, flags = LAYOUTS[before]
-    succeed(
-        pool.run(ranks, pretrain, command(tmp_path, *shared, flags, first, "--exit-interval 5"))
-    )
-    manifest = json.loads((tmp_path / "global_step5" / "manifest.json").read_text())
-    assert manifest["optimizer"]["optimizer_step"] == 5
+    argv = command(tmp_path, *shared, flags, first, f"--exit-interval {half}")
+    succeed(pool.run(ranks, pretrain, argv))
+    manifest = json.loads((tmp_path / f"global_step{half}" / "manifest.json").read_text())
+    assert manifest["optimizer"]["optimizer_step"] == half
     ranks, flags = LAYOUTS[after]
     output = succeed(
         pool.run(ranks, pretrain, command(tmp_path, *shared, flags, second, "--require-load"))
     )
-    assert "at iteration 5" in output
-    assert worst(curve(tmp_path), curve(single("gpt2", True, "ramp"))) < BOUND
+    assert f"at iteration {half}" in output
+    assert worst(curve(tmp_path), curve(single("gpt2", True, variation))) < BOUND
 
 
 @pytest.mark.full
@@ -225,16 +232,15 @@ def test_a_resumed_run_is_bit_identical(
     name: str, more: str, pool: ProcessPool, corpus: str, tmp_path: Path
 ) -> None:
     ranks, flags = LAYOUTS[name]
-    for folder, legs in (
-        ("uninterrupted", [""]),
-        ("resumed", ["--exit-interval 5", "--require-load"]),
-    ):
+    variation = of_suite("ramp")
+    first = f"--exit-interval {count_iterations(variation) // 2}"
+    for folder, legs in (("uninterrupted", [""]), ("resumed", [first, "--require-load"])):
         for leg in legs:
             argv = command(
                 tmp_path / folder,
                 corpus,
                 "gpt2",
-                "ramp",
+                variation,
                 NO_DROPOUT,
                 flags,
                 more,
@@ -263,7 +269,7 @@ def test_half_precision_is_close(
     name: str, precision: str, pool: ProcessPool, corpus: str, tmp_path: Path
 ) -> None:
     ranks, flags = LAYOUTS[name]
-    shared = corpus, "gpt2", "ramp", NO_DROPOUT, "--num-layers 4"
+    shared = corpus, "gpt2", of_suite("ramp"), NO_DROPOUT, "--num-layers 4"
     succeed(pool.run(1, pretrain, command(tmp_path / "alone", *shared, "--micro-batch-size 4")))
     succeed(
         pool.run(
@@ -361,7 +367,7 @@ def test_the_table_names_deepspeed_and_the_log_is_clean(
         ("--log-num-zeros-in-grad", 1, "does not expose its gradients"),
         ("--log-layer-stats-interval 5", 1, "--log-layer-stats-interval 5"),
         ("--use-torch-compile", 1, "not tested with DeepSpeed"),
-        ("--optimizer muon", 2, "--optimizer muon: DeepSpeed's ZeRO runs AdamW here"),
+        ("--optimizer muon", 2, "--optimizer muon is for the native engine"),
         ("--optimizer ademamix", 1, "use --optimizer adam, or remove --deepspeed"),
         ("--deepspeed_config nowhere.json", 1, "nowhere.json does not exist"),
     ],

@@ -7,9 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from equivalence.corpus import DROPOUT, EVALUATED, NO_DROPOUT, Single, command, curve, worst
+from equivalence.corpus import (
+    DROPOUT,
+    EVALUATED,
+    NO_DROPOUT,
+    Single,
+    command,
+    count_iterations,
+    curve,
+    of_suite,
+    worst,
+)
 from equivalence.layouts import Layout
 from process_pool import ProcessPool, pretrain, succeed
+from suites import by_suite
 
 BOUND = 1e-5
 ONE = Layout()
@@ -64,10 +75,12 @@ def test_dropout_is_reproducible(
     layout: Layout, pool: ProcessPool, corpus: str, tmp_path: Path
 ) -> None:
     """A resumed run is bit-identical to an uninterrupted run of the same layout."""
+    layout = replace(layout, variation=of_suite(layout.variation))
+    iterations = count_iterations(layout.variation)
     once = train(pool, corpus, tmp_path / "once", layout)
-    train(pool, corpus, tmp_path / "halves", layout, "--exit-interval 5")
+    train(pool, corpus, tmp_path / "halves", layout, f"--exit-interval {iterations // 2}")
     assert train(pool, corpus, tmp_path / "halves", layout, "--require-load") == once
-    assert len(once) == 10
+    assert len(once) == iterations
 
 
 @pytest.mark.parametrize(
@@ -91,17 +104,20 @@ def test_dropout_is_reproducible(
 def test_recomputation_changes_no_bit(
     layout: Layout, recompute: str, pool: ProcessPool, corpus: str, tmp_path: Path
 ) -> None:
-    """Six iterations are bit-identical, in which the batch size or the length changes."""
-    expected = train(pool, corpus, tmp_path / "kept", layout, "--exit-interval 6")
+    """Some iterations are bit-identical, in which the batch size or the length changes."""
+    layout = replace(layout, variation=of_suite(layout.variation))
+    iterations = by_suite(4, 6)
+    exit_interval = f"--exit-interval {iterations}"
+    expected = train(pool, corpus, tmp_path / "kept", layout, exit_interval)
     recomputed = train(
         pool,
         corpus,
         tmp_path / "recomputed",
         replace(layout, recompute=recompute),
-        "--exit-interval 6",
+        exit_interval,
     )
     assert recomputed == expected
-    assert len(expected) == 6
+    assert len(expected) == iterations
 
 
 @pytest.mark.full

@@ -31,10 +31,10 @@ def count_experts_once() -> Any:
 def keep_router_gradients_apart() -> Any:
     """Leave out the sum of the routers' gradients over tensor-parallel ranks."""
     from megatron.model.experts import routing
-    from megatron.parallel.layers import ParameterSpec, make_parameter
+    from megatron.parallel.layers import make_parameter
 
-    def make(shape: tuple[int, ...], tp: Any, init: Any) -> Any:
-        return make_parameter(shape, ParameterSpec(shape, init))
+    def make(spec: Any, tp: Any) -> Any:
+        return make_parameter(spec.shape, spec)
 
     return mock.patch.object(routing, "make_replicated_inside_region", make)
 

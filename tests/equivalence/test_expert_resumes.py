@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence.corpus import EVALUATED, NO_DROPOUT, command, curve, validation, worst
+from equivalence.corpus import (
+    EVALUATED,
+    NO_DROPOUT,
+    command,
+    count_iterations,
+    curve,
+    of_suite,
+    validation,
+    worst,
+)
 from equivalence.test_context_resumes import pretrain_until_killed, read_last
 from equivalence.test_expert_layouts import BOUND, EP, PP2, TP2
 from process_pool import ProcessPool, pretrain, start_without_lease, succeed
@@ -50,16 +59,19 @@ def test_kills_and_other_ranks_change_no_number(
 def test_a_resume_in_one_layout_is_equal_bit_by_bit(
     pool: ProcessPool, corpus: str, tmp_path: Path
 ) -> None:
-    layout = f"--num-layers 3 --micro-batch-size 1 --save-interval 5 {EXPERTS} {EP} 2 --bf16"
+    variation = of_suite("ramp")
+    iterations = count_iterations(variation)
+    half = iterations // 2
+    layout = f"--num-layers 3 --micro-batch-size 1 --save-interval {half} {EXPERTS} {EP} 2 --bf16"
 
     def make_argv(name: str, flags: str = "") -> list[str]:
         text = f"{layout} {flags} {NO_DROPOUT} {EVALUATED}"
-        return command(tmp_path / name, corpus, "llama", "ramp", text)
+        return command(tmp_path / name, corpus, "llama", variation, text)
 
     succeed(pool.run(2, pretrain, make_argv("once")))
-    succeed(pool.run(2, pretrain, make_argv("parts", "--exit-interval 5")))
+    succeed(pool.run(2, pretrain, make_argv("parts", f"--exit-interval {half}")))
     succeed(pool.run(2, pretrain, make_argv("parts", "--require-load")))
-    assert len(curve(tmp_path / "parts")) == 10
+    assert len(curve(tmp_path / "parts")) == iterations
     assert curve(tmp_path / "parts") == curve(tmp_path / "once")
 
 

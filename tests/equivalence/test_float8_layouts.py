@@ -21,6 +21,7 @@ import pytest
 import torch
 from equivalence.float8_recorder import Key, Operand, Recorder, count_flips, join_operands
 from process_pool import ProcessPool, succeed
+from suites import by_suite
 
 from megatron.run.start.launch import read_launch
 
@@ -35,7 +36,7 @@ FLIPPED = 1e-5
 # In a replay, errors of sums do not grow.
 REPLAYED_BOUND = 1e-6
 VALUE_BOUND = 2e-6
-STEPS = 10
+STEPS = by_suite(4, 10)
 RATE = 1e-5
 # The model is small, because each rounded value is a chance of a flip.
 #

@@ -9,14 +9,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from equivalence.corpus import EVALUATED, NO_DROPOUT, UNTIED, command, curve, validation, worst
+from equivalence.corpus import (
+    EVALUATED,
+    NO_DROPOUT,
+    UNTIED,
+    command,
+    count_iterations,
+    curve,
+    of_suite,
+    validation,
+    worst,
+)
 from process_pool import ProcessPool, pretrain, succeed
+from suites import by_suite
 
 BOUND = 1e-5
 HALF_BOUND = 0.01
-EVEN = "--rampup-batch-size 4 4 48 --global-batch-size 16 --train-samples 88"
-# Batch sizes 3 3 3 5 5 7 7 7 7 7. On one data-parallel rank they are numbers of microbatches, too.
-ODD = "--rampup-batch-size 3 2 18 --global-batch-size 7 --train-samples 54"
+VARIATION = of_suite("ramp")
+# Batch sizes 3 3 3 5 5 7 7 7 7 7, or 3 3 5 7. On one data-parallel rank they are numbers of
+# microbatches, too.
+ODD = by_suite(
+    "--rampup-batch-size 3 2 10 --global-batch-size 7 --train-samples 18",
+    "--rampup-batch-size 3 2 18 --global-batch-size 7 --train-samples 54",
+)
 ODD_TWICE = "--rampup-batch-size 6 4 36 --global-batch-size 14 --train-samples 108"
 
 
@@ -34,7 +49,8 @@ class Irregular:
     ranks: int
     shape: str = "gpt2"
     tied: bool = True
-    batches: str = EVEN
+    batches: str = ""
+    """Other batch sizes than those of the variation."""
     bound: float = BOUND
     short: bool = False
 
@@ -209,7 +225,7 @@ def alone(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFacto
         if key not in folders:
             folder = tmp_path_factory.mktemp("alone")
             flags = NO_DROPOUT, EVALUATED, layout.model, "--micro-batch-size 1"
-            succeed(pool.run(1, pretrain, command(folder, corpus, layout.shape, "ramp", *flags)))
+            succeed(pool.run(1, pretrain, command(folder, corpus, layout.shape, VARIATION, *flags)))
             folders[key] = folder
         return folders[key]
 
@@ -226,14 +242,14 @@ def test_an_irregular_layout_trains_and_evaluates_as_one_process(
     layout: Irregular, pool: ProcessPool, corpus: str, alone: Alone, tmp_path: Path
 ) -> None:
     flags = NO_DROPOUT, EVALUATED, layout.model, layout.flags
-    argv = command(tmp_path, corpus, layout.shape, "ramp", *flags)
+    argv = command(tmp_path, corpus, layout.shape, VARIATION, *flags)
     output = succeed(pool.run(layout.ranks, pretrain, argv))
     assert f"layers of the stages: {layout.stages}\n" in output
     single = alone(layout)
-    assert len(curve(tmp_path)) == 10
+    assert len(curve(tmp_path)) == count_iterations(VARIATION)
     difference = worst(curve(tmp_path), curve(single))
     assert difference < layout.bound
     in_16_bits = layout.bound == HALF_BOUND
     assert (difference > BOUND) == in_16_bits
-    assert len(validation(tmp_path)) == 3
+    assert len(validation(tmp_path)) == by_suite(1, 3)
     assert worst(validation(tmp_path), validation(single)) < layout.bound

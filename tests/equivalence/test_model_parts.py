@@ -10,6 +10,8 @@ import pytest
 from equivalence.corpus import NO_DROPOUT, command, curve, worst
 from process_pool import ProcessPool, pretrain, succeed
 
+from megatron.model.layer_parts import ACTIVATIONS, NORMS
+
 BOUND = 1e-5
 _SMALL = "--num-layers 4 --train-samples 40 --rampup-batch-size 4 4 16 --global-batch-size 8"
 _ROTARY = "--position-embedding-type rotary --normalization RMSNorm"
@@ -27,6 +29,15 @@ MODELS = {
     "multi-query": f"{_ROTARY} --num-query-groups 1 --qk-norm head",
     "two groups": f"{_ROTARY} --num-query-groups 2 --no-add-bias-linear",
 }
+EACH_PART = {
+    **{name: f"--normalization {name}" for name, _ in NORMS.list_rows()},
+    **{
+        name: f"{'--glu-activation' if row.gated else '--activation'} {name}"
+        for name, row in ACTIVATIONS.list_rows()
+    },
+}
+"""Each norm and each activation. A new one is compared without a change here."""
+MODELS |= EACH_PART
 TWO_BY_TWO = "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 1"
 
 
@@ -82,6 +93,8 @@ def full(*case: object) -> object:
         full("olmo", 4, f"{TWO_BY_TWO} --zero-stage 3 --deepspeed"),
         full("neox", 4, f"{TWO_BY_TWO} --pipeline-model-parallel-size 2 --use-torch-compile"),
         full("neox", 4, f"{TWO_BY_TWO} --zero-stage 3"),
+        *(full(name, 4, f"{TWO_BY_TWO} --pipeline-model-parallel-size 2") for name in EACH_PART),
+        *(full(name, 4, f"{TWO_BY_TWO} --zero-stage 3") for name in EACH_PART),
     ],
 )
 def test_a_layout_trains_as_one_process(

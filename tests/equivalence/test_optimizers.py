@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from equivalence.corpus import NO_DROPOUT, OPTIMIZERS, command, curve, worst
+from equivalence.corpus import (
+    NO_DROPOUT,
+    OPTIMIZERS,
+    command,
+    count_iterations,
+    curve,
+    of_suite,
+    worst,
+)
 from equivalence.test_reshape import read_global_tensors
 from process_pool import Outcome, ProcessPool, pretrain, succeed
 
@@ -22,6 +30,9 @@ LAYOUTS = {
 }
 """Name -> flags of a layout on four ranks."""
 SHORT = "tp2-dp2-zero3-sp"
+VARIATION = of_suite("ramp")
+STEPS = count_iterations(VARIATION)
+HALF = STEPS // 2
 
 Saved = Callable[[str, str], Path]
 
@@ -29,15 +40,17 @@ Saved = Callable[[str, str], Path]
 def arguments(folder: Path, corpus: str, optimizer: str, layout: str, *flags: str) -> list[str]:
     # With two query groups, several ranks hold rows of the same group.
     small = "--num-layers 2 --num-query-groups 2", NO_DROPOUT
-    return command(folder, corpus, "llama", "ramp", *small, OPTIMIZERS[optimizer], layout, *flags)
+    return command(
+        folder, corpus, "llama", VARIATION, *small, OPTIMIZERS[optimizer], layout, *flags
+    )
 
 
 @pytest.fixture(scope="module")
 def saved(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """Return a function that trains with an optimizer and a layout, and returns the folder.
 
-    The run has 10 iterations, with checkpoints after 5 and 10. It is trained only once. The layout
-    "" is one process.
+    The run has checkpoints after half of its iterations and at its end. It is trained only once.
+    The layout "" is one process.
     """
     folders: dict[tuple[str, str], Path] = {}
 
@@ -45,7 +58,7 @@ def saved(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFacto
         key = optimizer, layout
         if key not in folders:
             folder = tmp_path_factory.mktemp("optimizers")
-            flags = LAYOUTS.get(layout, ONE), "--save-interval 5"
+            flags = LAYOUTS.get(layout, ONE), f"--save-interval {HALF}"
             argv = arguments(folder, corpus, optimizer, *flags)
             succeed(pool.run(4 if layout else 1, pretrain, argv))
             folders[key] = folder
@@ -56,12 +69,11 @@ def saved(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def resume(pool: ProcessPool, corpus: str, saved: Saved, tmp_path: Path) -> Callable[..., Outcome]:
-    """Return a function that continues a run from iteration 5 and saves to another folder."""
+    """Return a function that continues a run from its middle and saves to another folder."""
 
     def run(optimizer: str, before: str, after: str, flags: str = "") -> Outcome:
-        argv = arguments(
-            tmp_path, corpus, optimizer, LAYOUTS.get(after, ONE), "--load-iteration 5", flags
-        )
+        layout = LAYOUTS.get(after, ONE)
+        argv = arguments(tmp_path, corpus, optimizer, layout, f"--load-iteration {HALF}", flags)
         argv[argv.index("--load") + 1] = str(saved(optimizer, before))
         return pool.run(4 if after else 1, pretrain, argv)[0]
 
@@ -84,10 +96,10 @@ IN_SUITES = [
 def test_a_layout_trains_as_one_process(optimizer: str, layout: str, saved: Saved) -> None:
     alone = saved(optimizer, "")
     together = saved(optimizer, layout)
-    assert len(curve(alone)) == 10
+    assert len(curve(alone)) == STEPS
     assert worst(curve(together), curve(alone)) < BOUND
-    expected = read_global_tensors(alone / "global_step10")
-    found = read_global_tensors(together / "global_step10")
+    expected = read_global_tensors(alone / f"global_step{STEPS}")
+    found = read_global_tensors(together / f"global_step{STEPS}")
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         # The states of a parameter may be small, so the bound is relative to their largest element.
@@ -101,9 +113,9 @@ def test_a_resume_is_bit_identical(
 ) -> None:
     succeed([resume(optimizer, SHORT, SHORT)])
     whole = saved(optimizer, SHORT)
-    assert curve(tmp_path) == curve(whole)[5:]
-    expected = read_global_tensors(whole / "global_step10")
-    for name, tensor in read_global_tensors(tmp_path / "global_step10").items():
+    assert curve(tmp_path) == curve(whole)[HALF:]
+    expected = read_global_tensors(whole / f"global_step{STEPS}")
+    for name, tensor in read_global_tensors(tmp_path / f"global_step{STEPS}").items():
         assert torch.equal(tensor, expected[name]), name
 
 
@@ -112,7 +124,7 @@ def test_another_layout_continues_the_run(
     optimizer: str, saved: Saved, resume: Callable[..., Outcome], tmp_path: Path
 ) -> None:
     succeed([resume(optimizer, SHORT, "")])
-    assert worst(curve(tmp_path), curve(saved(optimizer, ""))[5:]) < BOUND
+    assert worst(curve(tmp_path), curve(saved(optimizer, ""))[HALF:]) < BOUND
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -125,9 +137,9 @@ def test_another_optimizer_is_refused_unless_states_are_not_loaded(
     assert "--no-load-optim" in error
     output = succeed([resume(optimizer, "", "", "--optimizer adam --no-load-optim")])
     assert "--optimizer" in output
-    assert len(curve(tmp_path)) == 5
+    assert len(curve(tmp_path)) == HALF
     # The first loss is that of the loaded weights. The later ones depend on the new optimizer.
-    same = curve(saved(optimizer, ""))[5:]
+    same = curve(saved(optimizer, ""))[HALF:]
     differences = [abs(a[0] - b[0]) for a, b in zip(curve(tmp_path), same, strict=True)]
     assert differences[0] == 0
     assert differences[-1] > 3e-5

@@ -7,6 +7,7 @@ from equivalence.test_context_layouts import (
     NO_DROPOUT,
     SIZES,
     STEADY,
+    STEPS,
     find_worst,
     join_state,
     train_cases,
@@ -65,4 +66,4 @@ def test_the_base_model_is_the_standard_one(
     """The steps have the same bits."""
     standard, base = worlds[0][len(CASES) :]
     assert standard[0] == base[0]  # type: ignore[index]
-    assert len(standard[0]) == 10  # type: ignore[index]
+    assert len(standard[0]) == STEPS  # type: ignore[index]

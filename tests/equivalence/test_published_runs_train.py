@@ -14,6 +14,7 @@ import pytest
 from config.minimal import PUBLISHED_RUNS, published_arguments, replace_values
 from equivalence.corpus import curve
 from process_pool import ProcessPool, pretrain, succeed
+from suites import by_suite
 
 # `importorskip` would import the package, which takes long, while tests are collected.
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
@@ -27,16 +28,18 @@ SIZES = {
     "--num-attention-heads": ["4"],
     "--seq-length": ["32"],
     "--max-position-embeddings": ["32"],
-    "--rampup-batch-size": ["4", "4", "24"],
+    # 4 batches of 4 samples, 2 of 8, then of 12. In the short suite one of 4, one of 8, two of 12.
+    "--rampup-batch-size": ["4", "4", by_suite("8", "24")],
     "--global-batch-size": ["12"],
-    "--train-samples": ["96"],
-    "--lr-decay-samples": ["90"],
-    "--lr-warmup-samples": ["8"],
+    "--train-samples": [by_suite("36", "96")],
+    "--lr-decay-samples": [by_suite("34", "90")],
+    "--lr-warmup-samples": [by_suite("4", "8")],
     "--lr": ["1e-2"],  # for a model of this width
     "--save-interval": ["5"],
     "--log-interval": ["1"],
     "--pad-vocab-size-to": ["5120"],
 }
+STEPS, INTERRUPTED = by_suite((4, 2), (10, 7))
 BACKEND = {"--distributed-backend": ["gloo"]}
 
 
@@ -117,11 +120,11 @@ def test_a_published_command_line_trains_saves_and_resumes(
     assert "PipelineEngine" in output
     assert "DeepSpeed" in output
     interrupted = arguments(run, stages, tmp_path / "interrupted", tmp_path)
-    succeed(pool.run(8, pretrain, [*interrupted, "--exit-interval", "7"]))
+    succeed(pool.run(8, pretrain, [*interrupted, "--exit-interval", str(INTERRUPTED)]))
     resumed = succeed(pool.run(8, pretrain, interrupted))
-    assert "at iteration 7" in resumed
+    assert f"at iteration {INTERRUPTED}" in resumed
     losses = curve(tmp_path / "uninterrupted" / "checkpoints")
     assert curve(tmp_path / "interrupted" / "checkpoints") == losses
-    assert len(losses) == 10  # 4 batches of 4 samples, 2 of 8, then of 12
-    assert losses[-1][0] < losses[0][0] - 0.02
-    assert (tmp_path / "interrupted" / "checkpoints" / "global_step10").is_dir()
+    assert len(losses) == STEPS
+    assert losses[-1][0] < losses[0][0] - by_suite(0.005, 0.02)
+    assert (tmp_path / "interrupted" / "checkpoints" / f"global_step{STEPS}").is_dir()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence.corpus import NO_DROPOUT, command, curve, worst
+from equivalence.corpus import NO_DROPOUT, command, count_iterations, curve, of_suite, worst
 from equivalence.layouts import STRATEGIES, Layout
 from process_pool import ProcessPool, pretrain, succeed
 from safetensors import safe_open
@@ -39,14 +39,15 @@ Saved = Callable[[Layout], Path]
 def saved(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """Return a function that runs a layout and returns the folder.
 
-    The run has 10 iterations, with checkpoints after 5 and 10.
+    It has checkpoints after half of its iterations and at its end.
     """
     folders: dict[Layout, Path] = {}
 
     def run(layout: Layout) -> Path:
         if layout not in folders:
             folder = tmp_path_factory.mktemp("saved")
-            flags = "--save-interval 5" + (" --async-save" if layout in ASYNCHRONOUS else "")
+            kind = "--async-save" if layout in ASYNCHRONOUS else ""
+            flags = f"--save-interval {find_half(layout)} {kind}"
             succeed(pool.run(layout.ranks, pretrain, arguments(folder, corpus, layout, flags)))
             folders[layout] = folder
         return folders[layout]
@@ -55,7 +56,13 @@ def saved(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFacto
 
 
 def arguments(folder: Path, corpus: str, layout: Layout, flags: str) -> list[str]:
-    return command(folder, corpus, layout.shape, layout.variation, NO_DROPOUT, layout.flags, flags)
+    variation = of_suite(layout.variation)
+    return command(folder, corpus, layout.shape, variation, NO_DROPOUT, layout.flags, flags)
+
+
+def find_half(layout: Layout) -> int:
+    """Return the iteration after which the runs continue."""
+    return count_iterations(of_suite(layout.variation)) // 2
 
 
 def select(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
@@ -147,19 +154,20 @@ def test_any_layout_loads_what_any_other_saved(
     before: Layout, after: Layout, pool: ProcessPool, corpus: str, saved: Saved, tmp_path: Path
 ) -> None:
     source = saved(before)
+    half = find_half(after)
     argv = arguments(
-        tmp_path, corpus, after, f"--load-iteration 5 --metrics-file {tmp_path}/metrics.jsonl"
+        tmp_path, corpus, after, f"--load-iteration {half} --metrics-file {tmp_path}/metrics.jsonl"
     )
     argv[argv.index("--load") + 1] = str(source)
-    outcomes = pool.run(after.ranks, compare_after_load, argv, str(source / "global_step5"))
+    outcomes = pool.run(after.ranks, compare_after_load, argv, str(source / f"global_step{half}"))
     succeed(outcomes)
     for outcome in outcomes:
         compared, different = outcome.value
         assert compared > 0
         assert not different
     alone = saved(LAYOUTS[0])
-    assert len(curve(tmp_path)) == 5
-    assert worst(curve(tmp_path), curve(alone)[5:]) < BOUND
+    assert len(curve(tmp_path)) == half
+    assert worst(curve(tmp_path), curve(alone)[half:]) < BOUND
 
 
 def test_without_the_optimizer_moments_and_step_are_zero(
@@ -167,17 +175,18 @@ def test_without_the_optimizer_moments_and_step_are_zero(
 ) -> None:
     """The moments after one step are those of Adam's first step."""
     layout = LAYOUTS[4]
+    half = find_half(layout)
     argv = arguments(
         tmp_path,
         corpus,
         layout,
-        "--load-iteration 5 --no-load-optim --weight-decay 0 --exit-interval 6",
+        f"--load-iteration {half} --no-load-optim --weight-decay 0 --exit-interval {half + 1}",
     )
     argv[argv.index("--load") + 1] = str(saved(LAYOUTS[0]))
     succeed(pool.run(layout.ranks, pretrain, argv))
-    before = read_global_tensors(saved(LAYOUTS[0]) / "global_step5")
-    after = read_global_tensors(tmp_path / "global_step6")
-    manifest = json.loads((tmp_path / "global_step6" / "manifest.json").read_text())
+    before = read_global_tensors(saved(LAYOUTS[0]) / f"global_step{half}")
+    after = read_global_tensors(tmp_path / f"global_step{half + 1}")
+    manifest = json.loads((tmp_path / f"global_step{half + 1}" / "manifest.json").read_text())
     assert manifest["optimizer"]["optimizer_step"] == 1
     name = "blocks.0.mlp.up.weight"
     gradient = after[f"exp_avg/{name}"] / (1 - 0.9)

@@ -20,4 +20,4 @@ def test_layouts_cover_every_triple() -> None:
 def test_layout_trains_six_iterations_as_one_process(
     layout: Layout, compare: Compare, tmp_path: Path
 ) -> None:
-    assert compare(layout, tmp_path, "--exit-interval 6") == (6, 1)
+    assert compare(layout, tmp_path, "--exit-interval 6", complete=True) == (6, 1)

@@ -9,6 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+pytestmark = pytest.mark.when_changed(
+    "examples/*", "megatron/commands/*", "tests/examples/test_examples.py"
+)
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -66,6 +66,17 @@ def test_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     assert {name.split("/")[0].split("-")[0] for name in names} == {"megatron", "megatron_3d"}
 
 
+packaged = pytest.mark.when_changed(
+    "pyproject.toml",
+    "setup.py",
+    "examples/*.sh",
+    "megatron/base/code_version.py",
+    "megatron/*/__init__.py",
+    "tests/examples/test_wheel.py",
+)
+"""Tests of what an installation finds."""
+
+
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
     """Return the Python of an environment that has only the dependencies."""
@@ -101,6 +112,7 @@ print(code.PACKAGE)
 """
 
 
+@packaged
 @pytest.mark.parametrize("way", [pytest.param("wheel", marks=pytest.mark.full), "-e"])
 def test_megatron_core_works_beside_the_package(
     wheel: Path, python: Path, tmp_path: Path, way: str
@@ -124,6 +136,7 @@ def test_megatron_core_works_beside_the_package(
     assert run(python, "-c", BOTH, cwd=tmp_path).strip() == where
 
 
+@packaged
 def test_wheel_trains_in_an_empty_environment(wheel: Path, python: Path, tmp_path: Path) -> None:
     """An environment that has only the dependencies runs the one-device example."""
     install(python, wheel)

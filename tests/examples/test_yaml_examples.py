@@ -132,6 +132,7 @@ def test_the_smallest_file_is_planned_for_a_cpu(
     assert "devices             CPUs. The run has no GPU" in capsys.readouterr().out
 
 
+@pytest.mark.when_changed("examples/*", "tests/examples/test_yaml_examples.py")
 @pytest.mark.parametrize(
     ("name", "saved"), [("laptop", "laptop-llama"), ("laptop-experts", "laptop-experts")]
 )

@@ -47,7 +47,7 @@ def _rank(
     delays: Mapping[str, float],
     prepare: Callable[[int], None] | None,
 ) -> None:
-    from megatron.run.start.orphans import die_with_launcher
+    from megatron.parallel.launcher import die_with_launcher
 
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)

@@ -23,7 +23,7 @@ from megatron.checkpoint.lease import FILE
 ROOT = Path(__file__).resolve().parents[2]
 SOON = {
     "megatron.checkpoint.lease.BEAT_SECONDS": 0.1,
-    "megatron.run.closing.CLOSING_SECONDS": 2.0,
+    "megatron.run.leaving.CLOSING_SECONDS": 2.0,
 }
 ABANDONED = "could not be closed in 2 s"
 
@@ -75,9 +75,9 @@ def test_process_ends_although_a_read_of_data_hangs(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     code = f"""
 from contextlib import ExitStack
-from megatron.data.prefetch import Prefetcher
-from megatron.run import closing, pretrain
-closing.CLOSING_SECONDS = 1.0
+from megatron.data.position_source import Prefetcher
+from megatron.run import leaving, pretrain
+leaving.CLOSING_SECONDS = 1.0
 def read(name):
     return open(name).read()
 prefetcher = Prefetcher(read, 1)

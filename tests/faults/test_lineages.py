@@ -147,12 +147,15 @@ def test_save_in_progress_survives_a_training_error(asynchronous: str, new_job: 
     job.check(last)
 
 
+TESTS = str(Path(__file__).resolve().parents[1])
 SAVE = """
 import locale, sys, torch
 from pathlib import Path
 from megatron.checkpoint.load import open_checkpoint
-from megatron.checkpoint.save import CheckpointContents, save_checkpoint
+from megatron.checkpoint.save import CheckpointContents
 from megatron.parallel.shard import TensorShard
+sys.path.insert(0, sys.argv[-1])
+from saved_checkpoint import save_checkpoint
 print(locale.getpreferredencoding(False))
 root = Path(sys.argv[1])
 text = "checkpoint: {save: k\\u00e9}"
@@ -178,7 +181,7 @@ def test_locale_does_not_change_the_files(tmp_path: Path) -> None:
         "PYTHONUTF8": "0",
     }
     run = subprocess.run(
-        [sys.executable, "-c", SAVE, str(tmp_path / "run")],
+        [sys.executable, "-c", SAVE, str(tmp_path / "run"), TESTS],
         env=environment,
         capture_output=True,
         text=True,

@@ -86,7 +86,7 @@ def hang_at_the_next_size(rank: int) -> None:
 
 def signal_itself_in_tasks(rank: int) -> None:
     """Send SIGTERM to the last rank when it computes the first likelihoods."""
-    from megatron.extras.inference.scoring.in_loop import EngineScorer
+    from megatron.extras.inference.scoring.likelihood import EngineScorer
 
     make = EngineScorer._make_microbatches
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from tiny_corpus import GPT2
 
 from megatron.extras.inference.generate.generation import IncrementalText
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.build import build_tokenizer
 
 TOKENIZER = build_tokenizer(GPT2)
 

@@ -1,11 +1,10 @@
 """Make Markdown tables of the reports of `first_hour.py`.
 
-    python tests/gpu/tables.py gpu-report              print the tables
-    python tests/gpu/tables.py gpu-report --write      put most of them into docs/gpu_results.md
+    python tests/gpu/tables.py gpu-report              print all tables
+    python tests/gpu/tables.py gpu-report --page       print those of docs/gpu_results.md
 
-FOLDER may have the reports of several parts, and of parts that were killed. The rows that the page
-shows are in `tests/fixtures/gpu`. The page leaves out `ONLY_PRINTED`. In docs/gpu_results.md, what
-is between the lines `<!-- gpu results -->` and `<!-- end of gpu results -->` is replaced.
+FOLDER may have the reports of several parts, and of parts that were killed. The documentation site
+shows the tables of the newest folder in `tests/fixtures/gpu`, without `ONLY_PRINTED`.
 """
 
 import argparse
@@ -32,7 +31,7 @@ _SMALLEST_SHARE = 0.01
 
 
 class ReportError(Exception):
-    """A report that cannot be read, or must not be written into the pages."""
+    """A report that cannot be read, or must not be shown in the pages."""
 
 
 @dataclass(frozen=True)
@@ -323,8 +322,6 @@ TITLES = {
 ONLY_PRINTED = ("gaps", "kernels", "outcomes")
 """Tables that only explain a report: names of kernels, idle time, and the time of each step."""
 PAGE_TABLES = tuple(table for table in MAKERS if table not in ONLY_PRINTED)
-PAGE = "gpu_results.md"
-"""The page that has the tables between its two lines `gpu results`."""
 
 
 def make_page(parts: Sequence[Part], tables: Iterable[str] = tuple(MAKERS)) -> str:
@@ -337,41 +334,20 @@ def make_page(parts: Sequence[Part], tables: Iterable[str] = tuple(MAKERS)) -> s
     return "\n\n".join(blocks)
 
 
-def write_page(path: Path, text: str) -> None:
-    """Replace the tables in a page.
-
-    Raises:
-        ReportError: The page lacks the two lines.
-    """
-    pattern = re.compile(r"(<!-- gpu results -->\n).*(<!-- end of gpu results -->)", re.DOTALL)
-    page = path.read_text(encoding="utf-8")
-    if len(pattern.findall(page)) != 1:
-        raise ReportError(f"{path} lacks the lines 'gpu results' and 'end of gpu results'")
-    path.write_text(
-        # A function, because the text may have backslashes.
-        pattern.sub(lambda found: f"{found[1]}\n{text}\n\n{found[2]}", page),
-        encoding="utf-8",
-    )
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Print or write the tables, and return the exit code."""
+    """Print the tables, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="the folder of --report")
-    parser.add_argument("--write", action="store_true", help="put the tables into the page")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of the page")
+    parser.add_argument("--page", action="store_true", help="only the tables of the page")
     arguments = parser.parse_args(argv)
     try:
         paths = sorted(arguments.folder.glob("*.json"))
         if not paths:
             raise ReportError(f"{arguments.folder} has no reports such as part1.json")
         parts = [read_part(path) for path in paths]
-        if arguments.write and any(part.tiny for part in parts):
-            raise ReportError("numbers of --tiny mean nothing; they are not written to the pages")
-        if arguments.write:
-            write_page(arguments.docs / PAGE, make_page(parts, PAGE_TABLES))
-        else:
-            print(make_page(parts))
+        if arguments.page and any(part.tiny for part in parts):
+            raise ReportError("numbers of --tiny mean nothing; they are not shown in the pages")
+        print(make_page(parts, PAGE_TABLES if arguments.page else tuple(MAKERS)))
     except KeyError as error:
         print(f"error: a row of {arguments.folder} has no {error}", file=sys.stderr)
         return 1

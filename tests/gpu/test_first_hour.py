@@ -404,7 +404,9 @@ def test_a_peers_script_that_fails_or_is_missing_is_reported(
     assert "exit code 1" in rows[-1]["error"]
 
 
-def test_tables_have_the_medians_and_errors(modules: dict[str, Any], tmp_path: Path) -> None:
+def test_tables_have_the_medians_and_errors(
+    modules: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     step = {"size": "125m", "shape": "gpt2", "precision": "bf16", "microbatches": 4}
     step |= {"tokens": 1000, "tflop": 0.5, "table": "steps", "gib": 1.5}
     step |= {"enqueue_seconds": 0.06}
@@ -428,13 +430,8 @@ def test_tables_have_the_medians_and_errors(modules: dict[str, Any], tmp_path: P
     outcome = {"title": "all", "status": "passed", "seconds": 3.0, "rows": rows}
     report = {"date": "2026-11-23", "tiny": False, "steps": [outcome]}
     (tmp_path / "part2.json").write_text(json.dumps(report))
-    docs = tmp_path / "docs"
-    docs.mkdir()
-    shutil.copy(ROOT / "docs/gpu_results.md", docs)
-    tables = modules["tables"]
-    arguments = [str(tmp_path), "--write", "--docs", str(docs)]
-    assert tables.main(arguments) == 0
-    page = (docs / "gpu_results.md").read_text()
+    assert modules["tables"].main([str(tmp_path), "--page"]) == 0
+    page = capsys.readouterr().out
     row = "| part2 | 125m | gpt2 | bf16 | 4 | trainer | 5000 | 100.0 / 200.0 / 500.0 | 60 | 2500 |"
     assert f"{row} 1.5 | 3 |" in page
     assert "| part2 | 125m | gpt2 | bf16 | 4 | hf | - | - | - | - | out of memory | - |" in page
@@ -443,9 +440,6 @@ def test_tables_have_the_medians_and_errors(modules: dict[str, Any], tmp_path: P
     assert "| defaults | 3 | 1200 to 1980 | 350 to 699.5 | 0x0, 0x4 |" in page
     assert "CUDA out of memory / x" in page
     assert "| gpt2 | 1.50e-06 | 2.00e-05 |" in page
-    # Writing twice gives the same page.
-    assert tables.main(arguments) == 0
-    assert (docs / "gpu_results.md").read_text() == page
 
 
 RECORDED = ROOT / "tests/fixtures/gpu/2026-11-28-h200"
@@ -455,9 +449,10 @@ def test_the_pages_show_the_recorded_run(modules: dict[str, Any]) -> None:
     tables = modules["tables"]
     parts = [tables.read_part(path) for path in sorted(RECORDED.glob("*.json"))]
     assert [part.name for part in parts] == ["part1", "part2"]
-    text = tables.make_page(parts, tables.PAGE_TABLES)
-    assert text
-    assert text in (ROOT / "docs" / tables.PAGE).read_text()
+    folder = RECORDED.relative_to(ROOT)
+    command = f"<!-- output of: python tests/gpu/tables.py {folder} --page -->"
+    assert command in (ROOT / "docs/gpu_results.md").read_text()
+    assert "### Large models on one GPU" in tables.make_page(parts, tables.PAGE_TABLES)
     # A few numbers of the programs' own output.
     text = tables.make_page(parts, [*tables.MAKERS])
     for cells in (
@@ -479,7 +474,7 @@ def test_tables_refuse_what_is_no_measurement(
     assert "part1.json" in capsys.readouterr().err
     report = tmp_path / "part1.json"
     report.write_text('{"date": "now", "tiny": true, "steps": []}')
-    assert tables.main([str(tmp_path), "--write", "--docs", str(tmp_path)]) == 1
+    assert tables.main([str(tmp_path), "--page"]) == 1
     assert "--tiny" in capsys.readouterr().err
     report.write_text("{")
     assert tables.main([str(tmp_path)]) == 1

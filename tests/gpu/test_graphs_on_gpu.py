@@ -34,8 +34,8 @@ SHAPES = {
 
 def run_on_gpu(flags: str) -> dict[str, Any]:
     """Run the history eagerly and with graphs. Return the first difference, and a few counts."""
-    from megatron.engine.deterministic import choose_deterministic_kernels
     from megatron.plan.kernel_choice import KernelDevice, apply_kernel_choice, choose_kernels
+    from megatron.run.start.meet import choose_deterministic_kernels
 
     choose_deterministic_kernels()
     plan, mesh = start(f"{flags} --attention-backend flash efficient unfused")

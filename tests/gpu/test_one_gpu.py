@@ -414,7 +414,8 @@ def test_products_add_to_gradients_in_fp32(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_padded_products_of_small_integers_are_exact(fused: bool) -> None:
     from megatron.parallel.entered_linear import ALONE
-    from megatron.parallel.layers import ColumnParallelLinear, Init, RowParallelLinear
+    from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.parallel.parameter_spec import Init, make_linear_specs
     from megatron.parallel.weight_gradient import number_layer
 
     generator = torch.Generator().manual_seed(1)
@@ -424,8 +425,10 @@ def test_padded_products_of_small_integers_are_exact(fused: bool) -> None:
         for shape in ((1365, 64), (64, 1365), *[(256, 2, 64)] * 4)
     ]
     for device in ("cpu", "cuda"):
-        up = ColumnParallelLinear(64, 1365, bias=False, tp=ALONE, init=Init.NORMAL)
-        down = RowParallelLinear(1365, 64, bias=False, tp=ALONE, init=Init.NORMAL)
+        specs = make_linear_specs("up", 1365, 64, Init.NORMAL, bias=False, shard_dim=0)
+        specs |= make_linear_specs("down", 64, 1365, Init.NORMAL, bias=False, shard_dim=1)
+        up = ColumnParallelLinear(specs, "up", ALONE)
+        down = RowParallelLinear(specs, "down", ALONE)
         weights, inputs = (
             [each.to(device, torch.float32 if device == "cpu" else torch.float16) for each in part]
             for part in (drawn[:2], drawn[2:])

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from megatron.extras.step.kernels.head_norm import normalise_projection
 from megatron.extras.step.kernels.residual_norm import add_and_normalise
-from megatron.model.norm import LayerNorm, RMSNorm
+from megatron.model.norm import LayerNorm, Norm, RMSNorm
 from megatron.model.positions import make_rotary_table, rotate
 from megatron.parallel.mesh import TensorParallel
 
 NORMS = ("RMSNorm", "LayerNorm", "LayerNorm without bias")
 
 
-def make_norm(name: str, width: int) -> LayerNorm | RMSNorm:
+def make_norm(name: str, width: int) -> Norm:
     """Return a norm of `NORMS` with random weights."""
-    norm: LayerNorm | RMSNorm
+    norm: Norm
     if name == "RMSNorm":
         norm = RMSNorm(width, 1e-5, TensorParallel())
     else:

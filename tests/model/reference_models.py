@@ -4,6 +4,7 @@ Weights are large, biases are not zero and the weights of norms are not one. A p
 missing or in the wrong place then changes the results by far more than rounding.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,6 +115,8 @@ class Family:
                 noise = torch.randn(parameter.shape, generator=generator)
                 if parameter.dim() > 1:
                     parameter.copy_(noise * 0.2)
+                elif name.endswith("sinks"):
+                    parameter.copy_(torch.tensor([0.0, 3.0, 20.0, -1.0]))
                 elif name.endswith("bias"):
                     parameter.copy_(noise * 0.3)
                 else:
@@ -132,6 +135,17 @@ class Family:
             return tensors[f"{self.names[module]}.{leaf}"]
         _, index, part = module.split(".", 2)
         layer = f"{self.layers}.{index}."
+        if part == "attention" and leaf == "sink":
+            return tensors[f"{layer}self_attn.sinks"]
+        if part == "mlp.experts" and self.model == "GptOss":
+            # [E, in, out], and rows of gate and up alternate. Biases have no input.
+            kind, _, bias = leaf.partition("_")
+            stem = "down_proj" if kind == "down" else "gate_up_proj"
+            whole = tensors[f"{layer}mlp.experts.{stem}" + (bias and "_bias")]
+            rows = whole if bias else whole.transpose(1, 2)
+            if kind != "down":
+                rows = rows[:, {"gate": 0, "up": 1}[kind] :: 2]
+            return rows.flatten(0, 1)
         if part == "mlp.experts":
             # [E, f, h], with all gates of an expert before its other rows.
             first, second = tensors[f"{layer}mlp.experts.gate_up_proj"].chunk(2, dim=1)
@@ -221,6 +235,16 @@ _LLAMA: dict[str, Any] = {
 }
 _WINDOW = {"sliding_window": 5}
 _ROPE = {"rope_type": "default", "rope_theta": 100.0}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "attention_factor": 0.1 * math.log(4) + 1,
+}
 
 _NEOX_SIZES = _SIZES | {
     "intermediate_size": FFN,
@@ -437,6 +461,20 @@ FAMILIES = {
         | {"rope_parameters": _ROPE},
         _LLAMA | _WINDOW | {"num_experts": 3, "kv_channels": 2 * HEAD_DIM, "rotary_base": 100.0},
         _EXPERT_NAMES,
+    ),
+    "gpt-oss": Family(
+        "GptOss",
+        _LLAMA_SIZES
+        | {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 5}
+        | {"head_dim": 2 * HEAD_DIM, "initializer_range": 0.02}
+        | {"rope_parameters": _YARN},
+        _LLAMA
+        | _WINDOW
+        | {"full_attention_layers": "1::2", "kv_channels": 2 * HEAD_DIM, "num_experts": 3}
+        | {"glu_activation": "clamped_swiglu", "add_bias_linear": True}
+        | {"softmax_type": "learnable", "rotary_base": 100.0, "rope_scaling": "yarn"}
+        | {"rope_scaling_factor": 4.0, "rope_original_length": 16, "rope_truncate": False},
+        {**_LLAMA_NAMES, "mlp.router": "mlp.router"},
     ),
     "smollm3": Family(
         "SmolLM3",

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.engine.parallelize import fuse_operators, recompute_blocks
 from megatron.extras.planner.verify.reference_dropout import ReferenceMasks, compute_philox
 from megatron.model import attention_core
-from megatron.model.attention_core import attend
+from megatron.model.attention_core import Weighting, attend
 from megatron.model.dropout import Dropout, WeightDropout
 from megatron.model.execution import Execution
 from megatron.model.inputs import Inputs
@@ -148,7 +148,7 @@ def test_attention_in_blocks_equals_all_at_once(
     results = []
     for limit in (1 << 20, 4 * 2 * 4 * 24 * 5):
         monkeypatch.setattr("megatron.model.loss._CHUNK_BYTES_CPU", limit)
-        out = attend(query, key, value, bias, drop)
+        out = attend(query, key, value, Weighting(bias, drop=drop))
         grads = torch.autograd.grad(out.square().sum(), (query, key, value))
         results.append((out, *grads))
     for one, blocks in zip(*results, strict=True):
@@ -166,7 +166,7 @@ def test_attention_in_blocks_equals_all_at_once(
     torch.testing.assert_close(results[0][0].double(), expected, rtol=1e-5, atol=1e-5)
     last = attention_core.replace(make_weight_dropout(), query=17)
     own_bias = None if bias is None else bias[:, :, 17:]
-    out = attend(query[:, :, 17:], key, value, own_bias, last)
+    out = attend(query[:, :, 17:], key, value, Weighting(own_bias, drop=last))
     torch.testing.assert_close(out, results[0][0][:, :, 17:], rtol=1e-5, atol=1e-6)
 
 

@@ -11,10 +11,11 @@ from model.builders import VOCAB, build, tiny_config
 from megatron.model import init
 from megatron.model.gpt import GPT
 from megatron.model.init import draw_normal_slice, initialise
+from megatron.model.layer_parts import list_layer_parameters
 from megatron.model.partition import Stage
 from megatron.model.shape import ModelShape
-from megatron.parallel.layers import Init, ParameterSpec
 from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.parameter_spec import Init, ParameterSpec
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt": {},
@@ -40,11 +41,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "norm_placement": "output",
         "qk_norm": "full",
         "num_query_groups": 2,
+        "softmax_type": "learnable",
     },
     "bloom": {"position_embedding_type": "alibi", "embed_layernorm": True},
 }
 DISTRIBUTIONS = {
     Init.TABLE: "N(0, sigma)",
+    Init.VECTOR: "N(0, sigma)",
     Init.NORMAL: "N(0, sigma)",
     Init.SCALED_NORMAL: "N(0, sigma / sqrt(2 layers))",
     Init.ONE: "1",
@@ -96,6 +99,22 @@ def test_each_parameter_has_the_kind_of_its_row_in_the_table(shape: str) -> None
             assert spec.init is specs[spec.copy_of].init
 
 
+MIXTURE = {
+    "num_experts": 4,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_shared_expert_gate": True,
+}
+
+
+@pytest.mark.parametrize("changes", [*SHAPES.values(), MIXTURE])
+def test_each_parameter_of_a_layer_is_that_of_its_rows(changes: dict[str, Any]) -> None:
+    shape = ModelShape(tiny_config(**changes), VOCAB, 128)
+    listed = list_layer_parameters(shape, shape.describe_layer(0))
+    with torch.device("meta"):
+        block = GPT(shape, TensorParallel()).get_blocks()[0]
+    assert {name: p.spec for name, p in block.named_parameters()} == listed  # type: ignore[attr-defined]
+
+
 def test_each_row_of_the_table_is_used_and_says_what_its_kind_is() -> None:
     names = {name for shape in SHAPES for name in collect_specs(shape)}
     table = read_table()
@@ -110,7 +129,8 @@ def test_values_have_the_distribution_of_the_kind(shape: str) -> None:
     """The deviations follow from --init-method-std here, not from the code."""
     config = tiny_config(**SHAPES[shape], init_method_std=0.03)
     output = 0.03 / math.sqrt(2 * config.num_layers)
-    deviations = {Init.TABLE: 0.03, Init.NORMAL: 0.03, Init.SCALED_NORMAL: output}
+    drawn = (Init.TABLE, Init.VECTOR, Init.NORMAL)
+    deviations = dict.fromkeys(drawn, 0.03) | {Init.SCALED_NORMAL: output}
     specs = collect_specs(shape)
     for name, parameter in build(config).named_parameters():
         kind = specs[name].init

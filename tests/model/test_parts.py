@@ -1,6 +1,7 @@
 """Tests of each option of the model against its formula."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from megatron.model.execution import Execution
 from megatron.model.gpt import GPT
 from megatron.model.init import draw_normal_slice
 from megatron.model.inputs import START, Inputs
+from megatron.model.layer_parts import ACTIVATIONS, NORMS
 from megatron.model.mlp import MLP
-from megatron.model.norm import LayerNorm, RMSNorm, describe_norm
+from megatron.model.norm import NORM_MODULES, LayerNorm, RMSNorm, describe_norm
 from megatron.model.positions import (
     Positions,
     compute_alibi_slopes,
@@ -22,24 +24,37 @@ from megatron.model.positions import (
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
 
+ACTIVATION_FORMULAS: dict[str, Callable[..., torch.Tensor]] = {
+    "gelu": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "squared_relu": lambda x: x.clamp(min=0) ** 2,
+    "xielu": lambda x: (
+        torch.where(x > 0, 0.8 * x**2, 0.8 * (torch.exp(x.clamp(max=-1e-6)) - 1 - x)) + 0.5 * x
+    ),
+    "swiglu": lambda x, up: x / (1 + torch.exp(-x)) * up,
+    "geglu": lambda x, up: x * 0.5 * (1 + torch.erf(x / math.sqrt(2))) * up,
+    "reglu": lambda x, up: x.clamp(min=0) * up,
+    "liglu": lambda x, up: x * up,
+    "clamped_swiglu": lambda x, up: (
+        x.clamp(max=7) / (1 + torch.exp(-1.702 * x.clamp(max=7))) * (up.clamp(-7, 7) + 1)
+    ),
+}
+"""Activation -> its formula. The arguments are those of `Activate`."""
 
-@pytest.mark.parametrize(
-    ("glu", "formula"),
-    [
-        ("swiglu", lambda x: x / (1 + torch.exp(-x))),
-        ("geglu", lambda x: x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))),
-        ("reglu", lambda x: x.clamp(min=0)),
-        ("liglu", lambda x: x),
-    ],
-)
-def test_glu_equals_its_formula(glu: str, formula) -> None:
-    """The MLP computes down(act(gate x) * up x)."""
-    mlp = build(tiny_config(glu_activation=glu, add_bias_linear=False)).get_blocks()[0].mlp
-    x = torch.randn(5, 2, 32, generator=torch.Generator().manual_seed(0))
+
+@pytest.mark.parametrize("name", [name for name, _ in ACTIVATIONS.list_rows()])
+def test_an_mlp_equals_its_formula_in_fp64(name: str) -> None:
+    """The MLP computes down(act(up x)), or down(act(gate x) * up x)."""
+    gated = ACTIVATIONS.require(name).gated
+    field = {True: "glu_activation", False: "activation"}[gated]
+    mlp = build(tiny_config(**{field: name}, add_bias_linear=False)).get_blocks()[0].mlp
+    # Large inputs, so that limits have an effect.
+    x = torch.randn(5, 2, 32, generator=torch.Generator().manual_seed(0)) * 100
     assert isinstance(mlp, MLP)
-    assert mlp.gate is not None
-    expected = (formula(x @ mlp.gate.weight.t()) * (x @ mlp.up.weight.t())) @ mlp.down.weight.t()
-    torch.testing.assert_close(mlp(x), expected, rtol=1e-5, atol=1e-6)
+    found = mlp(x)
+    layers = [mlp.up] if mlp.gate is None else [mlp.gate, mlp.up]
+    inner = [x.double() @ layer.weight.double().t() for layer in layers]
+    expected = ACTIVATION_FORMULAS[name](*inner) @ mlp.down.weight.double().t()
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 def test_gelu_has_a_tanh_and_an_erf_form() -> None:
@@ -97,28 +112,36 @@ def test_the_alibi_bias_is_slope_times_distance() -> None:
                 assert bias[0, head, query, key].item() == pytest.approx(expected)
 
 
+def compute_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + 1e-5) * weight + bias
+
+
+def compute_rms_norm(x: torch.Tensor, weight: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
+
+
+NORM_FORMULAS = {"LayerNorm": compute_layer_norm, "RMSNorm": compute_rms_norm}
+"""Norm -> its formula, of the input, the weight and the bias."""
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norms_equal_fp64(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", [name for name, _ in NORMS.list_rows()])
+def test_norms_equal_fp64(name: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(7, 3, 64, generator=generator) * 3 + 100).to(dtype)
     weight = torch.randn(64, generator=generator)
     bias = torch.randn(64, generator=generator)
-    layer = LayerNorm(64, 1e-5, TensorParallel())
-    rms = RMSNorm(64, 1e-5, TensorParallel())
-    for norm in (layer, rms):
-        norm.weight.data.copy_(weight)
-        norm.to(dtype)
-    assert layer.bias is not None
-    layer.bias.data.copy_(bias)
-    exact = x.double()
-    centred = exact - exact.mean(-1, keepdim=True)
-    by_layer = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + 1e-5) * weight + bias
-    by_rms = exact / torch.sqrt(exact.square().mean(-1, keepdim=True) + 1e-5) * weight
+    norm = NORM_MODULES.require(name)(64, 1e-5, TensorParallel())
+    norm.weight.data.copy_(weight)
+    if norm.bias is not None:
+        norm.bias.data.copy_(bias)
+    norm.to(dtype)
+    expected = NORM_FORMULAS[name](x.double(), weight, bias)
     # The spacing of bf16 at 100 is 0.5, so only statistics in fp32 give the right deviation.
     bound = 2e-5 if dtype == torch.float32 else 0.03
-    assert (layer(x).double() - by_layer).abs().max() < bound * by_layer.abs().max()
-    assert (rms(x).double() - by_rms).abs().max() < bound * by_rms.abs().max()
-    assert layer(x).dtype == rms(x).dtype == dtype
+    assert (norm(x).double() - expected).abs().max() < bound * expected.abs().max()
+    assert norm(x).dtype == dtype
 
 
 def test_a_layer_norm_without_bias_equals_fp64() -> None:

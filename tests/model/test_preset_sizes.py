@@ -58,6 +58,15 @@ SMOLLM3: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
 }
+GPT_OSS: dict[str, Any] = {
+    "vocab_size": 201088,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 128,
+    "num_experts_per_tok": 4,
+    "tie_word_embeddings": False,
+}
 
 
 def describe(layers: int, width: int, heads: int, ffn: int, **more: Any) -> dict[str, Any]:
@@ -143,6 +152,8 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_key_value_heads": 4, "moe_intermediate_size": 768, "norm_topk_prob": True}
         | {"num_experts": 128, "num_experts_per_tok": 8},
     ),
+    "gpt-oss-20b": ("GptOss", describe(24, 2880, 64, 2880, num_local_experts=32, **GPT_OSS)),
+    "gpt-oss-120b": ("GptOss", describe(36, 2880, 64, 2880, num_local_experts=128, **GPT_OSS)),
     "smollm3-3b": ("SmolLM3", describe(36, 2048, 16, 11008, **SMOLLM3)),
     "apertus-8b": (
         "Apertus",
@@ -237,6 +248,7 @@ def test_preset_has_the_values_of_the_published_configuration(name: str):
 OF_FAMILY = {
     "apertus": "apertus",
     "gpt": "gpt-neox",
+    "gpt-oss": "gpt-oss",
     "gpt2": "gpt2",
     "lauzhack": "llama",
     "llama2": "llama",
@@ -269,6 +281,8 @@ OTHER_PARTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", list_preset_names())
 def test_preset_has_the_parts_that_were_compared_with_transformers(name: str):
     word = "qwen3-moe" if name == "qwen3-30b-a3b" else name.split("-")[0]
+    if name.startswith("gpt-oss"):
+        word = "gpt-oss"
     family = tiny_config(**dict(FAMILIES[OF_FAMILY[word]].ours))
     model = build_preset_shape(read_preset(name)).config
     parts = (
@@ -276,7 +290,12 @@ def test_preset_has_the_parts_that_were_compared_with_transformers(name: str):
         *("norm_bias", "qk_norm", "glu_activation", "activation", "bias_gelu_fusion"),
         *("add_bias_linear", "add_qkv_bias", "parallel_residual", "embed_layernorm"),
         *("add_attention_bias", "add_mlp_bias"),
-        *("full_attention_layers", "moe_router_pre_softmax", "moe_router_score_function"),
+        *(
+            "softmax_type",
+            "full_attention_layers",
+            "moe_router_pre_softmax",
+            "moe_router_score_function",
+        ),
     )
     expected = {part: getattr(family, part) for part in parts} | OTHER_PARTS.get(word, {})
     assert {part: getattr(model, part) for part in parts} == expected
@@ -319,6 +338,8 @@ def test_a_complete_model_of_transformers_has_the_extrapolated_size():
         ("olmoe-1b-7b", 6_919_161_856),
         ("qwen3-30b-a3b", 30_532_122_624),
         ("mixtral-8x7b", 46_702_792_704),
+        ("gpt-oss-20b", 20_914_757_184),
+        ("gpt-oss-120b", 116_829_156_672),
     ],
 )
 def test_preset_has_the_published_parameters(name: str, total: int):

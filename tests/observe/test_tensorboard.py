@@ -124,15 +124,6 @@ def test_one_event_file_for_each_launch_flushed_on_demand(tmp_path: Path) -> Non
     assert 1 <= len(files) <= 2
 
 
-def test_no_folder_means_no_events(tmp_path: Path) -> None:
-    board = TensorBoard(LoggingConfig())
-    assert not board.enabled
-    board.write(REPORT)
-    board.write(EvaluationReport(at=REPORT.axes, loss=1.0))
-    board.flush()
-    board.close()
-
-
 def test_truncated_record_is_written_again(tmp_path: Path) -> None:
     """A truncated record is written again once the disk accepts it, and no event is lost.
 

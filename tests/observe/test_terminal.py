@@ -2,13 +2,17 @@
 
 import doctest
 import io
+import sys
 from dataclasses import replace
 
 import pytest
 from observe.reports import full_report
 
+from megatron.config.cli import load_config
 from megatron.observe.progress_bar import ProgressBar
 from megatron.observe.report import LaunchStart
+from megatron.plan.resolve import resolve
+from megatron.run.report import wants_bar
 from megatron.run.start import start_table
 from megatron.run.start.start_table import format_start_table
 
@@ -33,7 +37,7 @@ def test_start_table_is_aligned_and_complete() -> None:
 
 def test_bar_is_drawn_on_a_terminal_that_asks_for_it(capsys: pytest.CaptureFixture[str]) -> None:
     terminal = Terminal()
-    bar = ProgressBar(total=10, initial=4, show=True, stream=terminal)
+    bar = ProgressBar(total=10, initial=4, stream=terminal)
     bar.write(LaunchStart(2))
     bar.write(replace(full_report(), lm_loss=2.5))
     bar.log(" iteration 5")
@@ -43,15 +47,20 @@ def test_bar_is_drawn_on_a_terminal_that_asks_for_it(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == " iteration 5\n"
 
 
-@pytest.mark.parametrize(("show", "stream"), [(True, io.StringIO()), (False, Terminal())])
-def test_no_bar_without_a_terminal_or_without_asking(
-    show: bool, stream: io.StringIO, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("flags", "stream", "drawn"),
+    [
+        ("--show-progress --train-iters 3", Terminal(), True),
+        ("--show-progress --train-iters 3", io.StringIO(), False),
+        ("--train-iters 3", Terminal(), False),
+        ("--show-progress --train-time 3m", Terminal(), False),
+    ],
+)
+def test_bar_needs_a_terminal_the_flag_and_an_end(
+    flags: str, stream: io.StringIO, drawn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bar = ProgressBar(total=10, show=show, stream=stream)
-    bar.write(full_report())
-    bar.log(" iteration 1")
-    bar.close()
-    assert stream.getvalue() == ""
-    captured = capsys.readouterr()
-    assert captured.out == " iteration 1\n"
-    assert captured.err == ""
+    shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8"
+    loaded = load_config(f"{shape} --micro-batch-size 1 --vocab-size 8 {flags}".split())
+    plan = resolve(loaded.config, 1)
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert wants_bar(plan) is drawn

@@ -14,9 +14,15 @@ from typing import Any
 import pytest
 
 import megatron.extras.watch.trackers.feed as feed_module
-from megatron.extras.watch.trackers.feed import WORKS_AGAIN, Feed, FeedRequest, hide_secrets
+from megatron.extras.watch.trackers.feed import (
+    WORKS_AGAIN,
+    Feed,
+    FeedRequest,
+    FeedState,
+    flatten_record,
+    hide_secrets,
+)
 from megatron.extras.watch.trackers.process import TrackerProcess
-from megatron.extras.watch.trackers.state import FeedState, flatten_record
 from megatron.extras.watch.trackers.trackers import TrackedRun
 from megatron.observe.chronicle import append_event
 

@@ -17,7 +17,6 @@ from tiny_corpus import ROOT, command
 from training.runs import SIZES
 
 from megatron.extras.operations.chronicle.charts import POINTS, compute_running_mean, select_points
-from megatron.extras.operations.chronicle.energy import read_energy
 from megatron.extras.operations.chronicle.goodput import (
     KEPT,
     SAVES,
@@ -28,7 +27,7 @@ from megatron.extras.operations.chronicle.goodput import (
 )
 from megatron.extras.operations.chronicle.history import read_history
 from megatron.extras.operations.chronicle.predicted_loss import PredictedLoss, write_predicted_loss
-from megatron.extras.operations.chronicle.records import read_events
+from megatron.extras.operations.chronicle.records import read_energy, read_events
 from megatron.extras.operations.commands import chronicle, rollback
 from megatron.extras.operations.monitor.alerts import Alert, Outlets, deliver
 from megatron.observe.chronicle import CHRONICLE, append_event

@@ -15,8 +15,7 @@ from megatron.base.plain_text import format_bytes
 from megatron.checkpoint.folder import step_folder
 from megatron.checkpoint.manifest import MANIFEST, Manifest
 from megatron.extras.operations.commands import fs_watchdog
-from megatron.extras.operations.monitor.disk_watch import (
-    DiskReport,
+from megatron.extras.operations.commands.fs_watchdog import (
     DiskWatch,
     check_disks,
     estimate_daily_growth,
@@ -24,6 +23,7 @@ from megatron.extras.operations.monitor.disk_watch import (
     measure_folder,
     parse_watch,
 )
+from megatron.extras.operations.monitor.alerts import CheckFindings
 
 DAY = 86_400.0
 NOW = 1_800_000_000.0
@@ -54,7 +54,7 @@ def du(*flags: str) -> int:
     )
 
 
-def texts(report: DiskReport) -> list[str]:
+def texts(report: CheckFindings) -> list[str]:
     return [alert.text for alert in report.alerts]
 
 
@@ -124,7 +124,7 @@ def test_file_system_usage_equals_that_of_df(tmp_path: Path) -> None:
 
 
 def test_path_over_a_limit_is_an_alert(folder: Path, tmp_path: Path) -> None:
-    def check(text: str) -> DiskReport:
+    def check(text: str) -> CheckFindings:
         report = check_disks(
             [parse_watch(f"{folder}={text}")], [], tmp_path / "history.json", days_left=3
         )
@@ -225,7 +225,7 @@ def test_folder_that_cannot_be_read_is_reported(folder: Path, tmp_path: Path) ->
     code = f"""
 import os
 from pathlib import Path
-from megatron.extras.operations.monitor.disk_watch import check_disks, parse_watch
+from megatron.extras.operations.commands.fs_watchdog import check_disks, parse_watch
 os.chdir({str(tmp_path)!r})
 os.seteuid(65534)
 report = check_disks([parse_watch("work=20MB")], [], Path("/tmp/gone/h.json"), days_left=3)

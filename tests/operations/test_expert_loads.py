@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.extras.operations.chronicle.heat_map import draw_loads
 from megatron.extras.operations.chronicle.history import read_history
-from megatron.extras.operations.chronicle.page import build_page
+from megatron.extras.operations.chronicle.page import build_page, draw_loads
 
 
 def write_metrics(folder: Path, *lines: dict[str, object]) -> None:

@@ -24,9 +24,9 @@ from operations.hub_fixtures import (  # noqa: F401
 from operations.hub_server import HubServer, wait_for
 
 from megatron.extras.operations.commands import follow_log
+from megatron.extras.operations.commands.follow_log import Follower
 from megatron.extras.operations.hub import queue as hub_queue
 from megatron.extras.operations.hub.client import Hub
-from megatron.extras.operations.hub.follow import Follower
 
 LOG = "logs/main_log.txt"
 

@@ -323,7 +323,7 @@ def test_the_picture_has_each_trained_iteration_once(
         drawn.append(figure)
         save_figure(figure, path)
 
-    monkeypatch.setattr("megatron.extras.operations.chronicle.picture.save_figure", keep)
+    monkeypatch.setattr("megatron.extras.operations.commands.chronicle.save_figure", keep)
     path = tmp_path / "pictures" / "loss.png"
     assert chronicle.main([str(run), "--png", str(path)]) == 0
     assert path.read_bytes().startswith(b"\x89PNG")

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.extras.operations.slurm import client
 from megatron.extras.operations.slurm.array_task import run_array_task
-from megatron.extras.operations.slurm.task import ArrayTask, TaskOutcome
+from megatron.extras.operations.slurm.start import ArrayTask, TaskOutcome
 
 SRUN = """#!/bin/sh
 echo '{"rank": 2, "host": "n2", "kind": "DataError", "message": "m", "io_error": 5}' \\

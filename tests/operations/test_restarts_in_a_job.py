@@ -18,7 +18,7 @@ from operations.test_requeue import _signal_handlers, make_task, slurm  # noqa: 
 from megatron.extras.operations.chronicle.records import Event, read_events
 from megatron.extras.operations.slurm.array_task import run_array_task
 from megatron.extras.operations.slurm.attempts import FILE, Attempt
-from megatron.extras.operations.slurm.task import TaskOutcome
+from megatron.extras.operations.slurm.start import TaskOutcome
 from megatron.observe.chronicle import CHRONICLE
 from megatron.observe.log_line import format_training_complete_line
 

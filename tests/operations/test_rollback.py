@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from operations.run_folder import FakeRun, charts, snapshot
 from process_pool import ProcessPool
+from suites import by_suite
 from training.runs import Runner
 
 import megatron.checkpoint.lease as lease_module
@@ -635,8 +636,10 @@ def test_a_rollback_killed_before_any_change_can_be_continued(
 ) -> None:
     """The same command leads to the same files, wherever the first one was killed.
 
-    In between, a run starts from a folder that is completely old or new, or it is refused.
+    In between, a run starts from a folder that is completely old or new, or it is refused. The
+    short suite kills it before every third change.
     """
+    distance = by_suite(3, 1)
     monkeypatch.setattr(plan_module, "datetime", FixedTime)
     # Without the cache most of the test's time would be spent here.
     monkeypatch.setattr(plan_module, "load_yaml", cache(plan_module.load_yaml))
@@ -661,10 +664,10 @@ def test_a_rollback_killed_before_any_change_can_be_continued(
         roll_run_back(run, **options)
         assert read_all_files(run) == after, f"killed at {number}"
         assert not (run.root / "lease.json").exists()
-        number += 1
+        number += distance
         run = fresh_copy(trained, tmp_path)
     assert number > 40
-    assert refused > 20
+    assert refused * distance > 20
 
 
 def stop_before_moving(*_: object) -> None:

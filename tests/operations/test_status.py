@@ -549,7 +549,7 @@ def test_finished_run_is_no_alert(squeue: Squeue, log: Path) -> None:
         file.write(format_validation_line(100, 2.0) + "\n")
         file.write(f"{format_training_complete_line()} at iteration 100\n")
     findings = check_run(WatchedRun(JOB, log))
-    assert findings.pulse == "tr8-104B is finished: training is complete"
+    assert findings.pulses[0] == "tr8-104B is finished: training is complete"
     assert findings.alerts == []
     # The run was rolled back and continued.
     train(log, 90, 91)
@@ -568,9 +568,9 @@ def test_run_that_was_stopped_by_its_kill_switch_is_no_alert(
         file.write("successfully saved checkpoint at iteration 100 to /runs/a\n")
         file.write("[2026-11-22 10:00:00] array task 7_1 ended at iteration 100: kill switch\n")
     findings = check_run(WatchedRun(JOB, log))
-    assert findings.pulse is not None
-    assert "was stopped by its kill switch" in findings.pulse
-    assert "remove /runs/a/kill-switch and submit" in findings.pulse
+    (pulse,) = findings.pulses
+    assert "was stopped by its kill switch" in pulse
+    assert "remove /runs/a/kill-switch and submit" in pulse
     assert findings.alerts == []
     # A job that cannot start was not stopped by anybody.
     squeue(NEVER)

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 
 from megatron.extras.watch.watchdog.hang_verdict import describe_states, find_odd_ranks
-from megatron.extras.watch.watchdog.own_state import Stopwatch, find_last_collectives
-from megatron.extras.watch.watchdog.watchdog import _LONGEST_WINDOW_SECONDS, _WRITE_SECONDS
-from megatron.parallel.rank_progress import LONG_FACTOR, Phase, RankProgress
-from megatron.parallel.rank_state import RankState
-from megatron.parallel.time_limit import TimeLimit
+from megatron.extras.watch.watchdog.watchdog import (
+    _LONGEST_WINDOW_SECONDS,
+    _WRITE_SECONDS,
+    Stopwatch,
+    find_last_collectives,
+)
+from megatron.parallel.rank_progress import LONG_FACTOR, Phase, RankProgress, RankState, TimeLimit
 
 LIMIT = 10.0
 TICK = 0.25

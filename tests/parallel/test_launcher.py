@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from megatron.base.errors import LayoutError
+from megatron.parallel import launcher
 from megatron.parallel.launcher import (
     LaunchedWorld,
     parse_first_host,
     read_launcher_world,
     read_ranks_per_node,
 )
-from megatron.run.start import orphans
 
 SRUN = {
     "SLURM_JOB_ID": "123456",
@@ -34,13 +34,13 @@ def test_a_process_without_a_launcher_is_a_world_of_one() -> None:
 def test_variables_of_torchrun_are_read() -> None:
     assert read_launcher_world(
         None, {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
-    ) == LaunchedWorld(8, 1)
-    assert read_launcher_world(2, {"RANK": "5", "WORLD_SIZE": "8"}) == LaunchedWorld(8, 2)
+    ) == LaunchedWorld(8, 1, 5)
+    assert read_launcher_world(2, {"RANK": "5", "WORLD_SIZE": "8"}) == LaunchedWorld(8, 2, 5)
 
 
 def test_variables_of_srun_are_translated() -> None:
     environment = dict(SRUN)
-    assert read_launcher_world(None, environment) == LaunchedWorld(16, 1)
+    assert read_launcher_world(None, environment) == LaunchedWorld(16, 1, 9)
     translated = {
         name: environment[name]
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -56,7 +56,7 @@ def test_variables_of_srun_are_translated() -> None:
 
 def test_variables_that_a_script_exports_take_precedence_over_srun() -> None:
     environment = {**SRUN, "MASTER_ADDR": "iam07-ib0", "MASTER_PORT": "6000", "WORLD_SIZE": "16"}
-    assert read_launcher_world(None, environment) == LaunchedWorld(16, 1)
+    assert read_launcher_world(None, environment) == LaunchedWorld(16, 1, 9)
     assert environment["MASTER_ADDR"] == "iam07-ib0"
     assert environment["MASTER_PORT"] == "6000"
     with pytest.raises(LayoutError, match="srun started 16 tasks and WORLD_SIZE is 8"):
@@ -71,7 +71,7 @@ def test_torchrun_takes_precedence_over_srun() -> None:
         "LOCAL_RANK": "3",
         "MASTER_ADDR": "here",
     }
-    assert read_launcher_world(None, environment) == LaunchedWorld(64, 3)
+    assert read_launcher_world(None, environment) == LaunchedWorld(64, 3, 3)
     assert environment["MASTER_ADDR"] == "here"
 
 
@@ -158,12 +158,12 @@ def test_rank_whose_launcher_has_ended_kills_itself(
     monkeypatch.setattr(ctypes, "CDLL", lambda *arguments, **options: FakeLibrary())
     monkeypatch.setattr(os, "kill", lambda *arguments: signals.append(arguments))
     monkeypatch.setattr(os, "getppid", lambda: parent)
-    monkeypatch.setattr(orphans, "Path", lambda path: tmp_path / "cmdline")
+    monkeypatch.setattr(launcher, "Path", lambda path: tmp_path / "cmdline")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    orphans.die_with_launcher()
+    launcher.die_with_launcher()
     assert asked == [], "a run that a shell started may outlive the shell"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    orphans.die_with_launcher()
+    launcher.die_with_launcher()
     assert asked == [(1, signal.SIGKILL)]
     is_orphan = parent == 1 and not is_launcher
     assert signals == ([(os.getpid(), signal.SIGKILL)] if is_orphan else [])
@@ -182,4 +182,4 @@ def test_rank_without_a_c_library_trains_without_protection(
     monkeypatch.setattr(ctypes, "CDLL", fail)
     monkeypatch.setattr(os, "getppid", lambda: 1)
     monkeypatch.setattr(os, "kill", refuse)
-    orphans.die_with_launcher()
+    launcher.die_with_launcher()

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from megatron.model.loss import VocabSlice, cross_entropy
 from megatron.parallel import padding
 from megatron.parallel.entered_linear import ALONE, apply_entered_linears
-from megatron.parallel.layers import ColumnParallelLinear, Init, RowParallelLinear, list_numbers
+from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear, list_numbers
+from megatron.parallel.parameter_spec import Init, Specs, make_linear_specs
 from megatron.parallel.weight_gradient import number_layer
 
 HIDDEN, INNER = 14, 21
@@ -36,16 +37,19 @@ def pad_on_cpu() -> Iterator[None]:
         yield
 
 
+def make_specs(rows: int, columns: int, shard_dim: int) -> Specs:
+    return make_linear_specs("linear", rows, columns, Init.NORMAL, bias=True, shard_dim=shard_dim)
+
+
 class Gated(nn.Module):
     """A gated MLP, which notes the width of its inner activations."""
 
     def __init__(self, dtype: torch.dtype, draw: Draw, *, fused: bool) -> None:
         super().__init__()
         self.up, self.gate = (
-            ColumnParallelLinear(HIDDEN, INNER, bias=True, tp=ALONE, init=Init.NORMAL)
-            for _ in range(2)
+            ColumnParallelLinear(make_specs(INNER, HIDDEN, 0), "linear", ALONE) for _ in range(2)
         )
-        self.down = RowParallelLinear(INNER, HIDDEN, bias=True, tp=ALONE, init=Init.NORMAL)
+        self.down = RowParallelLinear(make_specs(HIDDEN, INNER, 1), "linear", ALONE)
         self.to(dtype)
         for layer in (self.up, self.gate, self.down):
             layer.number = number_layer(layer) if fused else None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron.parallel.rank_state import RankState
+from megatron.parallel.rank_progress import RankState
 from megatron.parallel.store_values import (
     make_call_name,
     parse_answer,

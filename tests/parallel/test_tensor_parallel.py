@@ -47,7 +47,8 @@ def join(tensor: int, sequence_parallel: bool):
 
 def check_linears(sequence_parallel: bool) -> None:
     """Compare a column- and a row-parallel layer with two linear layers, forward and backward."""
-    from megatron.parallel.layers import ColumnParallelLinear, Init, RowParallelLinear
+    from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.parallel.parameter_spec import Init, make_linear_specs
 
     tp = join(4, sequence_parallel).tensor_parallel
     generator = torch.Generator().manual_seed(0)
@@ -56,8 +57,10 @@ def check_linears(sequence_parallel: bool) -> None:
     up_bias = torch.randn(24, generator=generator)
     down_bias = torch.randn(12, generator=generator)
     x = torch.randn(8, 2, 12, generator=generator)
-    column = ColumnParallelLinear(12, 24, bias=True, tp=tp, init=Init.NORMAL)
-    row = RowParallelLinear(24, 12, bias=True, tp=tp, init=Init.NORMAL)
+    specs = make_linear_specs("up", 24, 12, Init.NORMAL, bias=True, shard_dim=0)
+    specs |= make_linear_specs("down", 12, 24, Init.NORMAL, bias=True, shard_dim=1)
+    column = ColumnParallelLinear(specs, "up", tp)
+    row = RowParallelLinear(specs, "down", tp)
     assert column.bias is not None
     assert row.bias is not None
     own = slice(tp.rank * 6, tp.rank * 6 + 6)

@@ -49,7 +49,7 @@ def list_time_outs(argv: list[str]) -> list[tuple[str, timedelta]]:
 def test_every_group_has_the_limit(
     layout: str, at_least: int, pool: ProcessPool, corpus: str, tmp_path: Path
 ) -> None:
-    from megatron.parallel.time_limit import TimeLimit
+    from megatron.parallel.rank_progress import TimeLimit
 
     run = Runner(pool, corpus, tmp_path / "run")
     # A phase may take ten times as long as a step, and the watchdog acts before a collective fails.

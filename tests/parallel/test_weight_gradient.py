@@ -13,13 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from megatron.parallel import weight_gradient
-from megatron.parallel.layers import (
-    ColumnParallelLinear,
-    Init,
-    RowParallelLinear,
-    list_numbers,
-)
+from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear, list_numbers
 from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.parameter_spec import Init, make_linear_specs
 from megatron.parallel.weight_gradient import add_to_gradient, number_layer
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -35,7 +31,10 @@ def make_layer(
     fused: bool,
     sizes: tuple[int, int] = (24, 16),
 ) -> Layer:
-    layer = kind(*sizes, bias=True, tp=tp, init=Init.NORMAL).to(dtype)
+    columns, rows = sizes
+    shard_dim = {ColumnParallelLinear: 0, RowParallelLinear: 1}[kind]
+    specs = make_linear_specs("linear", rows, columns, Init.NORMAL, bias=True, shard_dim=shard_dim)
+    layer = kind(specs, "linear", tp).to(dtype)
     generator = torch.Generator().manual_seed(3 + tp.rank)
     for parameter in layer.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator))

@@ -1,17 +1,17 @@
 """Published measurements of training steps, and what the cost model predicts for them.
 
-`python tests/planner/published.py performance.json` prints the tables of docs/planner_errors.md.
+The tables of docs/planner_errors.md are `docs/tables/planner_*.csv`. Tests compare them, and write
+them with `UPDATE_GOLDEN=1`.
 """
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from planner.other_trainers import SOFTWARE, PaperMemory
+from planner.other_trainers import OTHERS, SOFTWARE, OtherRounding, PaperMemory
 
 from megatron.config.model import ModelConfig
 from megatron.config.presets import read_preset
@@ -414,11 +414,13 @@ def compare_llama3(row: dict[str, Any]) -> Iterator[Compared]:
 
 
 TITAN_FLOAT8 = Float8(
-    fused=True, scale_kernels=2, weights="shard", gathers_rounded=True, shares_scales=False
+    rounding=OtherRounding(fused=True, scale_kernels=2, weights="shard", gathers_rounded=True),
+    shares_scales=False,
 )
 """torchao in torchtitan: compiled, with float8 gathers of FSDP and of tensor parallelism."""
 CORE_FLOAT8 = Float8(
-    fused=True, scale_kernels=2, weights="step", keeps_rounded=True, shares_scales=False
+    rounding=OtherRounding(fused=True, scale_kernels=2, weights="step", keeps_rounded=True),
+    shares_scales=False,
 )
 """Transformer Engine, which rounds weights once a step, and inputs and gradients to both orders."""
 
@@ -438,13 +440,13 @@ def compare_float8_rows(rows: Sequence[dict[str, Any]]) -> list[Compared]:
 def _compare_float8(row: dict[str, Any]) -> Iterator[Compared]:
     titan = "torchtitan" in row["source"]
     several = row["pp"] > 1
-    software = SOFTWARE["fsdp-compiled" if titan else "megatron-core"]
+    software = OTHERS["fsdp-compiled" if titan else "megatron-core"]
     software = replace(software, float8=TITAN_FLOAT8 if titan else CORE_FLOAT8)
     if titan and row["tp"] > 1:
         software = replace(software, memory=PaperMemory(gathers=3.0, logit_bytes=16))
     if "async TP" in row["note"]:
         # The share of messages that overlap with products is that of Megatron-Core.
-        software = replace(software, hidden_tensor=SOFTWARE["megatron-core"].hidden_tensor)
+        software = replace(software, hidden_tensor=OTHERS["megatron-core"].hidden_tensor)
     zero = 3 if row["fsdp"] else 1
     micro_batch = row["micro_batch"] if "micro_batch" in row else row["local_batch"]
     if titan and several:
@@ -583,19 +585,16 @@ def compare_all(rows: Sequence[dict[str, Any]]) -> list[Compared]:
     ]
 
 
-def format_table(compared: Sequence[Compared]) -> str:
-    """Return the Markdown table of docs/planner_errors.md. Fitted rows are marked."""
-    lines = [
-        "| table | row | layout | published | predicted | error |",
-        "|---|---|---|---|---|---|",
-    ]
+def list_cells(compared: Sequence[Compared]) -> list[list[str]]:
+    """Return the rows of a table of docs/planner_errors.md. Fitted rows are marked."""
+    rows = [["table", "row", "layout", "published", "predicted", "error"]]
     for each in compared:
         mark = " (fitted)" if each.key in FITTED else ""
-        lines.append(
-            f"| {each.table} | {each.row}{mark} | {each.layout} | {each.published:.4g} "
-            f"{each.quantity} | {each.predicted:.4g} | {100 * each.error:+.1f} % |"
-        )
-    return "\n".join(lines)
+        published = f"{each.published:.4g} {each.quantity}"
+        error = f"{100 * each.error:+.1f} %"
+        cells = [f"{each.row}{mark}", each.layout, published, f"{each.predicted:.4g}", error]
+        rows.append([each.table, *cells])
+    return rows
 
 
 def summarise(compared: Sequence[Compared]) -> str:
@@ -605,11 +604,3 @@ def summarise(compared: Sequence[Compared]) -> str:
         f"Rows without a fitted constant: {len(held_out)}, mean absolute error "
         f"{100 * sum(held_out) / len(held_out):.1f} %, worst {100 * max(held_out):.1f} %."
     )
-
-
-if __name__ == "__main__":
-    everything = compare_all([*read_rows(Path(sys.argv[1])), *read_rows(MORE_ROWS)])
-    times = [each for each in everything if each.quantity in ("s", "TFLOPs", "tokens/s")]
-    others = [each for each in everything if each not in times]
-    for part in (times, others):
-        print(format_table(part), summarise(part), sep="\n\n", end="\n\n")

@@ -6,15 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from planner.published import Compared, compare_expert_rows, format_table, read_rows
-from planner.test_published import check_page
+from planner.published import Compared, compare_expert_rows, list_cells, read_rows
+from planner.test_published import check_table
 from shared_data import shared_dir
 
 from megatron.commands import plan as plan_tool
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.commands.plan_search import format_flags, search_plan
-from megatron.extras.planner.cost.experts import count_message_bytes, count_rows
 from megatron.extras.planner.cost.hardware import load_hardware
+from megatron.extras.planner.cost.parameters import count_message_bytes, count_rows
 from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.prediction import describe_layout, predict_plan
 from megatron.plan.resolve import resolve
@@ -153,7 +153,17 @@ def test_explain_takes_the_ranks_of_experts(capsys: pytest.CaptureFixture[str]) 
 def test_an_impossible_imbalance_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--expert-imbalance", value, "--world-size", "64", *shlex.split(QWEN)]
     assert plan_tool.main(words) == 2
-    assert "--expert-imbalance" in capsys.readouterr().err
+    assert f"--expert-imbalance {float(value)} must be from 1 to" in capsys.readouterr().err
+
+
+def test_an_imbalance_makes_the_step_longer(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--world-size", "64", "--json", *shlex.split(QWEN)]
+    words += ["--expert-model-parallel-size", "8"]
+    seconds = []
+    for more in ([], ["--expert-imbalance", "2"]):
+        assert plan_tool.main([*more, *words]) in (0, 4)
+        seconds.append(json.loads(capsys.readouterr().out)["cost"]["seconds_per_iteration"])
+    assert seconds[0] < seconds[1]
 
 
 # ---- Published speeds ----
@@ -167,7 +177,7 @@ def published() -> list[Compared]:
 
 def test_the_page_has_the_runs_with_experts(published: list[Compared]) -> None:
     assert len(published) == 3
-    check_page("experts", f"{format_table(published)}\n")
+    check_table("experts", list_cells(published))
 
 
 def test_errors_of_runs_with_experts(published: list[Compared]) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from planner.other_trainers import OtherRounding
 from planner.published import make_llama
 
 from megatron.base.errors import ConfigError
@@ -31,9 +32,11 @@ from megatron.plan.run_plan import Plan
 
 H100 = load_hardware("h100")
 LLAMA = make_llama(4096, 32, 32, 8, 14336, 8192, 128256)
-TENSORWISE = replace(TRAINER, float8=Float8())
-ROWWISE = replace(TRAINER, float8=Float8(rowwise=True))
-FUSED = replace(TRAINER, float8=Float8(fused=True))
+OLD = OtherRounding()
+"""PyTorch's operators, which rounded before this trainer had kernels."""
+TENSORWISE = replace(TRAINER, float8=Float8(rounding=OLD))
+ROWWISE = replace(TRAINER, float8=Float8(rowwise=True, rounding=OLD))
+FUSED = replace(TRAINER, float8=Float8(rounding=OtherRounding(fused=True)))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +135,7 @@ def test_messages_of_scales():
 
 
 def predict_with_layers(layers: range | None, **more) -> StepPrediction:
-    software = replace(TRAINER, float8=Float8(layers=layers))
+    software = replace(TRAINER, float8=Float8(layers=layers, rounding=OLD))
     return StepPrediction(StepJob(LLAMA, RankLayout(**more), 64, software, H100))
 
 
@@ -203,7 +206,7 @@ def test_the_search_says_why_it_cannot_propose_float8(flags, hardware, reason):
 def test_gradients_that_are_added_in_fp32_may_be_in_float8():
     found = search_plan(make_plan("--gradient-accumulation-fusion"), H100, allow_fp8=True).result
     recipes = {each.job.software.float8 for each in found.fitting}
-    assert recipes == {None, Float8(one_pass=True, scale_kernels=1)}
+    assert recipes == {None, Float8()}
 
 
 def make_small(hidden: int, layers: int, inner: int) -> ModelShape:
@@ -231,16 +234,18 @@ def test_kernels_round_a_microbatch_in_the_time_of_their_bytes(shape, tokens, mi
 
     # Before, nothing was kept, and other kernels transposed. A compiler fused two kernels.
     found = [
-        count_milliseconds(Float8(one_pass=now, fused=not now, rowwise=rowwise), RankLayout())
+        count_milliseconds(Float8(rowwise=rowwise, rounding=rounding), RankLayout())
         for rowwise in (False, True)
-        for now in (False, True)
+        for rounding in (OtherRounding(fused=True), None)
     ]
     assert found == pytest.approx(milliseconds, abs=0.05)
     if tokens == 4096:
         # With ZeRO 3, weights are rounded for each pass.
         sharded = RankLayout(data=8, zero_stage=3)
-        assert count_milliseconds(Float8(one_pass=True), sharded) == pytest.approx(22.9, abs=0.1)
-        assert count_milliseconds(Float8(), RankLayout()) == pytest.approx(56.9, abs=0.1)
+        assert count_milliseconds(Float8(), sharded) == pytest.approx(22.9, abs=0.1)
+        assert count_milliseconds(Float8(rounding=OLD), RankLayout()) == pytest.approx(
+            56.9, abs=0.1
+        )
 
 
 @pytest.mark.parametrize(
@@ -270,7 +275,7 @@ def test_the_old_rounding_and_the_measured_steps(flags, rowwise, tokens_per_seco
     loaded = load_config(run.split())
     plan = resolve(loaded.config, 1, loaded.origin)
     plan.raise_on_errors()
-    float8 = Float8(rowwise=rowwise)
+    float8 = Float8(rowwise=rowwise, rounding=OLD)
     software = replace(describe_software(plan, h200), float8=float8)
     layout = describe_layout(plan)
     step = StepPrediction(StepJob(plan.shape, layout, 8, software, h200))
@@ -303,7 +308,7 @@ def test_layers_from_which_float8_pays():
         fused = replace(
             TRAINER, fused_gradients=True, fused_gate=True, fused_rotation=True, cudnn=True
         )
-        float8 = replace(fused, float8=Float8(one_pass=True, scale_kernels=1))
+        float8 = replace(fused, float8=Float8())
         layout = RankLayout(micro_batch=2)
         plain, rounded = (
             LayerTimes(shape, layout, each, load_hardware("h200"), microbatches=8).estimate_layer()

@@ -9,7 +9,7 @@ from planner.published import make_gpt
 
 from megatron.base.errors import ConfigError
 from megatron.extras.interop.translators.translator import load_config
-from megatron.extras.planner.cost.collectives import estimate_collective_seconds
+from megatron.extras.planner.cost.communication import estimate_collective_seconds
 from megatron.extras.planner.cost.goodput import (
     Reliability,
     choose_save_interval,

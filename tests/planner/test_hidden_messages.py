@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from planner.published import make_llama
 
-from megatron.extras.planner.cost.collectives import (
+from megatron.extras.planner.cost.communication import (
     estimate_added_seconds,
     estimate_collective_seconds,
 )

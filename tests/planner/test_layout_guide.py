@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from megatron.extras.interop.translators.translator import load_config
-from megatron.extras.planner.commands.plan_estimates import estimate_memory
-from megatron.extras.planner.commands.plan_strategies import (
+from megatron.extras.planner.commands.plan_estimates import (
     choose_strategy,
     estimate_compute_seconds,
+    estimate_memory,
     estimate_strategies,
 )
 from megatron.extras.planner.cost.hardware import load_hardware

@@ -8,7 +8,7 @@ and torch's operators updated the weights.
 from dataclasses import dataclass, replace
 
 import pytest
-from planner.test_published import check_page
+from planner.test_published import check_table
 
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.cost.hardware import load_hardware
@@ -98,10 +98,10 @@ def test_the_memory_of_a_measured_step(name: str):
 
 
 def test_the_page_has_the_measured_steps():
-    lines = ["| step | measured | predicted | error |", "|---|--:|--:|--:|"]
+    rows = [["step", "measured", "predicted", "error"]]
     for name, row in ROWS.items():
         seconds = predict(row).seconds
         fitted = " (fitted)" if row.fitted else ""
-        error = 100 * (seconds / row.seconds - 1)
-        lines.append(f"| {name}{fitted} | {row.seconds:.4f} s | {seconds:.4f} s | {error:+.1f} % |")
-    check_page("h200", "\n".join(lines) + "\n")
+        error = f"{100 * (seconds / row.seconds - 1):+.1f} %"
+        rows.append([f"{name}{fitted}", f"{row.seconds:.4f} s", f"{seconds:.4f} s", error])
+    check_table("h200", rows)

@@ -975,8 +975,10 @@ def test_a_plan_without_gpus_says_so_and_leaves_out_what_is_zero(capsys):
 def test_flag_of_the_tool_after_the_training_command_is_explained(capsys):
     assert plan.main(["--", *SMALL, "--write_config", "x.yaml", "--at", "50", "--hiden", "3"]) == 2
     error = capsys.readouterr().err
-    assert "unknown flag --write_config; it is a flag of plan.py, so write it before '--'." in error
-    assert "unknown flag --at; it is a flag of plan.py, so write it before '--'." in error
+    assert (
+        "unknown flag --write_config; it is a flag of this tool, so write it before '--'." in error
+    )
+    assert "unknown flag --at; it is a flag of this tool, so write it before '--'." in error
     assert "unknown flag --hiden; perhaps you meant --hidden-size" in error
 
 

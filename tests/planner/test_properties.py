@@ -19,10 +19,8 @@ from megatron.extras.planner.commands.plan_search import (
 from megatron.extras.planner.cost.hardware import list_hardware, load_hardware
 from megatron.extras.planner.cost.layout import TRAINER, RankLayout
 from megatron.extras.planner.cost.memory import estimate_memory
-from megatron.extras.planner.cost.pipeline_simulation import simulate_pipeline
 from megatron.extras.planner.cost.search import SearchSpace, list_divisors, search_layouts
 from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
-from megatron.extras.planner.cost.trace import build_trace
 from megatron.extras.planner.prediction import predict_plan
 from megatron.extras.step.engines import choose_engine
 from megatron.plan.resolve import resolve
@@ -148,7 +146,7 @@ def test_the_parts_of_a_step_are_the_step():
         for causal in (False, True):
             tflops = step.compute_tflops(hardware=True, causal=causal)
             assert 0 < tflops < job.hardware.peak_tflops
-        trace = build_trace(step, simulate_pipeline(step.schedule, step.stage_times))
+        trace = step.build_trace()
         spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
         end = max(span["ts"] + span["dur"] for span in spans)
         assert end / 1e6 == pytest.approx(step.seconds, rel=1e-3)

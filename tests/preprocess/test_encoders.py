@@ -31,7 +31,7 @@ from megatron.extras.preparation.preprocess.encoders import (
 )
 from megatron.extras.preparation.preprocess.inputs import read_blocks
 from megatron.extras.preparation.preprocess.sampling import sample_texts
-from megatron.tokenizer import HFTokenizer, Tokenizer, build_tokenizer
+from megatron.tokenizer.build import HFTokenizer, Tokenizer, build_tokenizer
 
 TINY = build_tokenizer(GPT2)
 

@@ -14,14 +14,13 @@ from tiny_corpus import EOD, GPT2, JSONL, REFERENCE_PREFIX, data_files
 
 from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import TokenizerConfig
+from megatron.extras.preparation.commands.train_tokenizer import train_bpe
 from megatron.extras.preparation.preprocess import sampling
-from megatron.extras.preparation.preprocess.blocks import Position
-from megatron.extras.preparation.preprocess.bpe_training import train_bpe
 from megatron.extras.preparation.preprocess.input_files import expand_inputs
-from megatron.extras.preparation.preprocess.inputs import read_blocks
+from megatron.extras.preparation.preprocess.inputs import Position, read_blocks
 from megatron.extras.preparation.preprocess.sampling import sample_texts
 from megatron.extras.preparation.preprocess.texts import extract_texts
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.build import build_tokenizer
 
 TEXTS = tiny_corpus.texts()
 

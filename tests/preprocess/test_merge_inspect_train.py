@@ -16,11 +16,11 @@ from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.extras.preparation.commands import inspect_dataset as inspect_tool
 from megatron.extras.preparation.commands import merge_datasets as merge_tool
 from megatron.extras.preparation.commands import train_tokenizer as train_tool
+from megatron.extras.preparation.commands.merge_datasets import merge_datasets
+from megatron.extras.preparation.commands.train_tokenizer import train_bpe
 from megatron.extras.preparation.preprocess import inspection
-from megatron.extras.preparation.preprocess.bpe_training import train_bpe
 from megatron.extras.preparation.preprocess.inspection import inspect_dataset
-from megatron.extras.preparation.preprocess.merge import merge_datasets
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.build import build_tokenizer
 
 TOKENIZER = ["--vocab-file", VOCAB, "--merge-file", MERGES]
 

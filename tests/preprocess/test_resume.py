@@ -24,9 +24,8 @@ from tiny_corpus import MERGES, REFERENCE_PREFIX, VOCAB, command, data_files
 
 from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import TokenizerConfig
-from megatron.extras.preparation.preprocess import build_dataset, resumable
-from megatron.extras.preparation.preprocess.blocks import InputBlock
-from megatron.extras.preparation.preprocess.inputs import read_blocks
+from megatron.extras.preparation.preprocess import build_dataset, journal
+from megatron.extras.preparation.preprocess.inputs import InputBlock, read_blocks
 from megatron.extras.preparation.preprocess.journal import Journal
 
 SLOW_RUN = """
@@ -102,7 +101,7 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(os, "replace", counted(os.replace))
     monkeypatch.setattr(Journal, "save", counted(Journal.save))
     monkeypatch.setattr(Journal, "delete", counted(Journal.delete))
-    monkeypatch.setattr(resumable, "sync_folder", counted(resumable.sync_folder))
+    monkeypatch.setattr(journal, "sync_folder", counted(journal.sync_folder))
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "gz", "parquet"])
@@ -218,7 +217,7 @@ def test_a_lock_that_its_owner_has_just_removed_is_not_held(
 
 
 def test_a_document_that_is_too_long_for_the_format_is_refused(tmp_path: Path) -> None:
-    writer = resumable.ResumableWriter(str(tmp_path / "out"), np.dtype(np.uint16))
+    writer = journal.ResumableWriter(str(tmp_path / "out"), np.dtype(np.uint16))
     empty = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint16), (1 << 31,), (0,))
     with pytest.raises(DataError, match="a document of 2147483648 tokens is longer"):
         writer.add_documents(empty, np.array([1 << 31]))

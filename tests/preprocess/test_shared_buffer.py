@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 
-from megatron.extras.preparation.preprocess.shared_buffer import SharedBuffer, create_memory_file
+from megatron.extras.preparation.preprocess.workers import SharedBuffer, create_memory_file
 
 
 def test_objects_pass_in_both_directions_while_the_memory_grows() -> None:

@@ -7,8 +7,8 @@ import pytest
 import tiny_corpus
 
 from megatron.data.indexed import IndexedDataset
+from megatron.extras.preparation.commands import import_tokens as token_files
 from megatron.extras.preparation.commands import import_tokens as tool
-from megatron.extras.preparation.preprocess import token_files
 
 
 def run(out: Path, *inputs: Path, vocab_size: int, **flags: object) -> int:

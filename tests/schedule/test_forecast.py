@@ -10,9 +10,9 @@ from megatron.schedule.batch_size import (
     StepBatchSize,
     Unit,
 )
-from megatron.schedule.counter_forecast import Forecast
 from megatron.schedule.curriculum import Curriculum
 from megatron.schedule.lr import LRSchedule
+from megatron.schedule.position import Forecast
 
 LR = LRSchedule(1.0, 0.0, "linear", warmup_steps=16, decay_steps=100)
 

@@ -9,8 +9,8 @@ import pytest
 
 from megatron.base.errors import ConfigError
 from megatron.schedule.batch_size import RampupBatchSize
-from megatron.schedule.counter_forecast import Forecast
 from megatron.schedule.lr import DecayStyle, LRSchedule, list_schedule_differences
+from megatron.schedule.position import Forecast
 
 TR11 = LRSchedule(
     max_lr=6e-5, min_lr=6e-6, style="cosine", warmup_steps=183_105, decay_steps=200_000_000

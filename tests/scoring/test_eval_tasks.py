@@ -28,7 +28,7 @@ from megatron.extras.inference.generate.staged_model import StagedModel
 from megatron.extras.inference.scoring.likelihood import Scorer
 from megatron.extras.inference.scoring.tasks import find_tasks
 from megatron.observe.metrics import read_metrics
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.build import build_tokenizer
 
 pytest.importorskip("lm_eval")
 
@@ -80,7 +80,7 @@ def pretrain_offline(argv: list[str], cache: str) -> list[tuple[Any, Any]]:
 
 def stop_in_tasks(argv: list[str], cache: str) -> None:
     """Run a command line until a signal comes while the first batch of the tasks is scored."""
-    from megatron.extras.inference.scoring.in_loop import EngineScorer
+    from megatron.extras.inference.scoring.likelihood import EngineScorer
 
     make = EngineScorer._make_microbatches
 

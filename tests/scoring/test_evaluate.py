@@ -19,7 +19,7 @@ from megatron.extras.inference.generate.load import load_model
 from megatron.extras.inference.generate.staged_model import StagedModel
 from megatron.extras.inference.scoring.likelihood import Scorer, TextLoss, iterate_windows
 from megatron.extras.interop.commands import convert_checkpoint
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.build import build_tokenizer
 
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "

@@ -12,7 +12,7 @@ from tiny_corpus import MERGES, VOCAB
 from megatron.base.errors import ConfigError
 from megatron.config.data import TokenizerConfig
 from megatron.extras.interop.convert.tokenizer_files import write_tokenizer
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.build import build_tokenizer
 
 END = {
     "id": 0,

@@ -17,14 +17,13 @@ from megatron.base.errors import ConfigError
 from megatron.checkpoint.load import open_checkpoint
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDataset
-from megatron.tokenizer import (
-    HFTokenizer,
-    build_tokenizer,
+from megatron.tokenizer.build import HFTokenizer, build_tokenizer
+from megatron.tokenizer.hub import find_tokenizer_folder, is_hub_name
+from megatron.tokenizer.vocabulary import (
     compute_tokenizer_digests,
     fetch_missing_tokenizer,
     find_vocab_size,
 )
-from megatron.tokenizer.hub import find_tokenizer_folder, is_hub_name
 
 constants = importlib.import_module("huggingface_hub.constants")
 __all__ = ["hub"]

@@ -13,16 +13,16 @@ import pytest
 from megatron.base.errors import DataError
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDataset
-from megatron.extras.preparation.preprocess.blocks import InputBlock, Position
 from megatron.extras.preparation.preprocess.build_dataset import PreprocessJob, preprocess
 from megatron.extras.preparation.preprocess.encoders import (
     REFERENCE,
     EncoderMismatchError,
     choose_encoder,
 )
+from megatron.extras.preparation.preprocess.inputs import InputBlock, Position
 from megatron.extras.preparation.preprocess.workers import BlockEncoder, EncodingJob
 from megatron.extras.samples.stream.streamed_dataset import StreamedDataset
-from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer.build import Tokenizer, build_tokenizer
 from megatron.tokenizer.failures import TokenizerError
 from megatron.tokenizer.sentencepiece_model import SentencePieceTokenizer
 

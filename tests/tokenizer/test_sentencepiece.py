@@ -22,17 +22,16 @@ from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDataset
 from megatron.data.tokenizer_record import check_tokenizers_of_data
 from megatron.extras.inference.generate.generation import IncrementalText
-from megatron.extras.interop.convert.awkward_texts import AWKWARD
+from megatron.extras.interop.convert.tokenizer_files import AWKWARD
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.preparation.commands import preprocess
 from megatron.plan.rules.data import check_tokenizer_files
-from megatron.tokenizer import (
-    SentencePieceTokenizer,
-    build_tokenizer,
+from megatron.tokenizer.build import build_tokenizer, list_special_token_ids
+from megatron.tokenizer.sentencepiece_model import SentencePieceTokenizer
+from megatron.tokenizer.vocabulary import (
     compute_padded_vocab_size,
     compute_tokenizer_digests,
     find_vocab_size,
-    list_special_token_ids,
 )
 
 sentencepiece = pytest.importorskip("sentencepiece")

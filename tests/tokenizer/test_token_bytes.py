@@ -4,9 +4,8 @@ import tokenizers
 from tiny_corpus import GPT2, texts
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron.tokenizer import build_tokenizer
-from megatron.tokenizer.build import HFTokenizer
-from megatron.tokenizer.token_bytes import count_token_bytes
+from megatron.tokenizer.build import HFTokenizer, build_tokenizer
+from megatron.tokenizer.vocabulary import count_token_bytes
 
 
 def test_byte_level_tokens_add_up_to_the_text() -> None:

@@ -21,8 +21,8 @@ from tokenizers import AddedToken, processors
 from megatron.base.errors import ConfigError
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import IndexedDataset
-from megatron.tokenizer import TransformersTokenizer, build_tokenizer, list_special_token_ids
-from megatron.tokenizer.tiktoken_file import describe_tiktoken
+from megatron.tokenizer.build import TransformersTokenizer, build_tokenizer, list_special_token_ids
+from megatron.tokenizer.failures import describe_tiktoken
 
 TINY = build_tokenizer(GPT2)
 

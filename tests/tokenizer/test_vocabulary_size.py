@@ -13,10 +13,7 @@ from megatron.base.errors import ConfigError
 from megatron.config.data import TokenizerConfig
 from megatron.config.presets import read_preset
 from megatron.plan.rules.data import check_tokenizer_files
-from megatron.tokenizer import (
-    compute_padded_vocab_size,
-    find_vocab_size,
-)
+from megatron.tokenizer.vocabulary import compute_padded_vocab_size, find_vocab_size
 
 
 def pad(size: int, divisor: int, tensor_parallel: int, pad_to: int | None = None) -> int:

@@ -10,8 +10,7 @@ from megatron.base.errors import ConfigError, DataError
 from megatron.data.content import digest_of_file
 from megatron.data.position_source import PositionSource
 from megatron.data.registry import DatasetRegistry
-from megatron.data.source import Sources
-from megatron.data.source_kind import SourceRequest
+from megatron.data.source import SourceRequest, Sources
 from megatron.data.splits import compute_split_bounds
 
 

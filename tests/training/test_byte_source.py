@@ -5,6 +5,7 @@ choices of --dataset-format are fixed.
 """
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,11 @@ from training.runs import SIZES, Runner
 
 from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import DataConfig
+from megatron.config.tree import Config
 from megatron.data.source import BatchSlice
 from megatron.extras.interop.translators.translator import load_config
-from megatron.plan.rules.finding import refuse_errors
-from megatron.run.parts import NO_PARTS, Parts, PartsContext, check_parts
+from megatron.plan.rules.finding import Finding, refuse_errors
+from megatron.run.parts import NO_PARTS, Parts
 from megatron.run.start.launch import read_launch
 
 FLAGS = (
@@ -30,7 +32,8 @@ FLAGS = (
 class ByteParts(Parts):
     """The core with another kind of data."""
 
-    has_extras = True
+    def find_missing(self, config: Config) -> Iterator[Finding]:
+        yield from ()
 
     def load_source(self, dataset_format: str) -> ByteText:
         return ByteText()
@@ -94,19 +97,17 @@ def test_mock_data_refuse_the_checkpoint_of_a_new_kind(
 
 def test_a_format_without_its_package_is_refused() -> None:
     config = load_config(f"{SIZES} {FLAGS} --data-path words.txt".split()).config
-    with pytest.raises(
-        ConfigError, match=r"--dataset-format needs megatron\.extras\.training\.sources"
-    ):
-        refuse_errors(check_parts(PartsContext(config, NO_PARTS)))
-    refuse_errors(check_parts(PartsContext(config, ByteParts())))
+    with pytest.raises(ConfigError, match=r"--dataset-format needs megatron\.extras\.samples"):
+        refuse_errors(NO_PARTS.find_missing(config))
+    refuse_errors(ByteParts().find_missing(config))
 
 
 def test_kernels_without_their_package_are_refused() -> None:
     config = load_config(f"{SIZES} --bias-swiglu-fusion --data-path words.txt".split()).config
     with pytest.raises(
-        ConfigError, match=r"--bias-swiglu-fusion needs megatron\.extras\.training\.kernels"
+        ConfigError, match=r"--bias-swiglu-fusion needs megatron\.extras\.step\.kernels"
     ):
-        refuse_errors(check_parts(PartsContext(config, NO_PARTS)))
+        refuse_errors(NO_PARTS.find_missing(config))
 
 
 def test_state_continues_only_with_the_same_bytes(text: Path) -> None:

@@ -7,7 +7,7 @@ from training.runs import Runner
 
 from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.resolve import resolve
-from megatron.run.host_memory import count_checkpoint_bytes
+from megatron.run.start.launch import count_checkpoint_bytes
 
 # 4 layers on 3 stages are uneven. Muon has no second moment for the matrices of the layers.
 STAGES = (

@@ -3,7 +3,7 @@
 import pytest
 from training.runs import Runner
 
-from megatron.run.divergence import DivergenceWatch
+from megatron.run.state import DivergenceWatch
 
 
 def observe_all(losses: list[float]) -> list[int]:

@@ -3,7 +3,7 @@
 from test_plan import with_changes
 
 from megatron.plan.resolve import resolve
-from megatron.run.start.earlier_versions import keep_earlier_choices
+from megatron.run.start.resume import keep_earlier_choices
 from megatron.run.state import TrainState
 
 

@@ -159,7 +159,7 @@ def test_status_has_the_goodput(
     monkeypatch.setattr(status, "ask_queue", lambda name, user: list[QueuedJob]())
     for folder, expected in ((hung, "; goodput: 5.8% of"), (tmp_path, "")):
         found = check_run(WatchedRun("tr8", tmp_path / "log", run=folder))
-        assert found.pulse is not None
-        assert ("goodput" in found.pulse) == bool(expected)
-        assert expected in found.pulse
+        (pulse,) = found.pulses
+        assert ("goodput" in pulse) == bool(expected)
+        assert expected in pulse
         assert not any("goodput" in trouble for trouble in found.troubles)

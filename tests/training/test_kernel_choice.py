@@ -16,14 +16,13 @@ from training.runs import Runner
 from megatron.base.errors import ConfigError
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.manifest import MANIFEST
-from megatron.config.kernels import AttentionBackend, KernelsConfig
+from megatron.config.kernels import SWITCHES, AttentionBackend, KernelsConfig
 from megatron.config.normalise import read_argv
 from megatron.engine.kind import EngineKind
 from megatron.extras.interop.translators.translator import load_config
 from megatron.parallel.ranks import Ranks
 from megatron.plan import kernel_choice
-from megatron.plan.graph_choice import find_shortest_recorded
-from megatron.plan.kernel_choice import CPU, SWITCHES, KernelDevice, choose_kernels
+from megatron.plan.kernel_choice import CPU, KernelDevice, choose_kernels, find_shortest_recorded
 from megatron.plan.resolve import resolve
 from megatron.run.start.kernel_choice import choose_run_kernels
 from megatron.run.state import TrainState
@@ -92,6 +91,7 @@ def test_the_flags_of_the_page_turn_all_kernels_off() -> None:
     assert {name: getattr(chosen, name) for name in SWITCHES} == OFF
     assert chosen.attention_backend == ("auto",)
     assert chosen.cuda_graph == "off"
+    assert not chosen.late_reading
 
 
 def test_without_triton_or_a_gpu_only_flags_count() -> None:

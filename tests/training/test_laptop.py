@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import tiny_corpus
 
 from megatron.checkpoint.folder import list_saved_iterations
@@ -100,6 +101,18 @@ def press_ctrl_c(process: subprocess.Popen[str]) -> tuple[str, int]:
     return printed + finish(process), int(reports[-1]["iteration"])
 
 
+@pytest.mark.when_changed(
+    "docs/laptop.md",
+    "README.md",
+    "examples/*",
+    "pretrain_gpt.py",
+    "tools/*",
+    "megatron/commands/*",
+    "megatron/console/*",
+    "megatron/extras/preparation/commands/*",
+    "megatron/extras/inference/commands/*",
+    "tests/training/test_laptop.py",
+)
 def test_a_new_users_session_on_a_laptop(tmp_path: Path) -> None:
     clone = make_clone(tmp_path / "clone")
     blocks = read_blocks()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from process_pool import ProcessPool, pretrain, succeed
+from test_plan import with_changes
 from training.runs import Runner
 from training.spiky_corpus import random_stretch, write_corpus
 from training.test_spike_guard_runs import ROLLBACK, list_decisions, make_argv
@@ -19,8 +20,10 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.spike_guard import SpikeGuardConfig
 from megatron.engine.base import StepOutcome, StepResult
 from megatron.engine.loss_scale import LossScale
+from megatron.extras.step.late_reading.kind import find_obstacle
 from megatron.extras.watch.guard.spike_guard import SpikeGuard
 from megatron.observe.metrics import read_metrics
+from megatron.plan.resolve import resolve
 
 TP2_PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 2"
 DECAY = "--lr-decay-style cosine --lr-decay-iters 20 --lr-warmup-fraction 0.2"
@@ -77,7 +80,7 @@ def train(
         switch: The kill switch that asks for it. Without it, a signal does.
     """
     from megatron.engine.native import NativeEngine
-    from megatron.extras.step.late_reading import kind
+    from megatron.extras.step.late_reading import kind as late_kind
 
     order: list[str] = []
     compute, judge = NativeEngine._run_microbatches, NativeEngine._judge_step
@@ -102,7 +105,7 @@ def train(
     with (
         mock.patch.object(NativeEngine, "_run_microbatches", run_microbatches),
         mock.patch.object(NativeEngine, "_judge_step", judge_step),
-        mock.patch.object(kind, "DEVICES", ("cpu",) if late else ()),
+        mock.patch.object(late_kind, "DEVICES", ("cpu",) if late else ()),
     ):
         pretrain(argv)
     return order
@@ -137,6 +140,34 @@ def train_twice(
         runs.append(read_run(runner.folder))
     assert runs[0] == runs[1]
     return orders
+
+
+def test_the_flag_turns_it_off(pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+    runner = Runner(pool, corpus, tmp_path)
+    outcomes = pool.run(1, train, runner.argv("--train-iters 4 --no-late-reading"), True)
+    table = succeed(outcomes)
+    assert "before its update" in table
+    assert "--no-late-reading" in table
+    assert outcomes[0].value[:4] == ["compute 1", "read", "compute 2", "read"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"kernels": {"late_reading": False}}, "--no-late-reading"),
+        ({"optimizer": {"optimizer": "muon"}}, "--optimizer muon cannot leave out a step"),
+        ({"model": {"num_experts": 4}}, "bias of the routers"),
+        ({"logging": {"log_params_norm": True}}, "--log-params-norm"),
+    ],
+    ids=str,
+)
+def test_a_run_that_cannot_read_late_says_why(changes: dict[str, Any], reason: str | None) -> None:
+    found = find_obstacle(resolve(with_changes(**changes), 1))
+    if reason is None:
+        assert found is None
+    else:
+        assert reason in str(found)
 
 
 def test_a_step_without_tokens_changes_nothing(

@@ -20,12 +20,13 @@ from megatron.base.errors import FaultyHostError
 from megatron.base.outside_file import parse_json
 from megatron.extras.operations.chronicle.events import describe_stop
 from megatron.extras.operations.slurm.start import TrainingStarts
-from megatron.extras.watch.replay.first_difference import (
+from megatron.extras.watch.replay.recorder import (
+    Entry,
+    compute_measures,
     describe_difference,
     find_first_ranks,
     sort_messages,
 )
-from megatron.extras.watch.replay.recorder import Entry, compute_measures
 from megatron.observe.chronicle import CHRONICLE
 
 if TYPE_CHECKING:
@@ -289,7 +290,9 @@ SHORT = ("all three", "hsdp", "experts", "float8")
 
 
 def test_curves_are_the_same_bits_with_a_replay_in_each_step(pool: ProcessPool) -> None:
-    outcomes = pool.run(8, compare_curves, [CURVES[name] for name in SHORT], 2)
+    # The smallest batch of eight ranks.
+    cases = [f"{CURVES[name]} --global-batch-size 8" for name in SHORT]
+    outcomes = pool.run(8, compare_curves, cases, 2)
     succeed(outcomes)
     for outcome in outcomes:
         assert dict(zip(SHORT, outcome.value, strict=True)) == dict.fromkeys(SHORT, True)

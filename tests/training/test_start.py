@@ -16,8 +16,7 @@ from megatron.extras.interop.translators.translator import load_config
 from megatron.parallel.launcher import LaunchedWorld
 from megatron.run.parts import Parts
 from megatron.run.start.job import Job, resolve_job, select_checkpoint_config
-from megatron.run.start.launch import Launch, read_launch
-from megatron.run.start.refusals import check_before_torch
+from megatron.run.start.launch import Launch, check_before_torch, read_launch
 
 ARGV = [*SIZES.split(), "--data-path", "/nowhere/corpus"]
 ALONE = LaunchedWorld(1, 0)

@@ -14,10 +14,9 @@ from training.runs import Runner
 from megatron.extras.operations.chronicle.records import read_events
 from megatron.extras.watch.stragglers import compare_times
 from megatron.model.block import Block
-from megatron.observe.block_timer import BlockTimer
 from megatron.observe.chronicle import CHRONICLE
 from megatron.observe.log_line import parse_slow_ranks_line
-from megatron.observe.timers import COMMUNICATION, Timers
+from megatron.observe.timers import COMMUNICATION, BlockTimer, Timers
 
 FULL = pytest.mark.full
 SECONDS = 0.01

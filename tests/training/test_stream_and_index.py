@@ -17,7 +17,7 @@ from megatron.extras.samples.stream.listing import list_dataset
 from megatron.extras.samples.stream.reader import Cursor, ShardReader
 from megatron.extras.samples.stream.streamed_dataset import Specials, StreamedDataset
 from megatron.observe.metrics import read_metrics
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.build import build_tokenizer
 
 TOKENIZER = ["--vocab-file", VOCAB, "--merge-file", MERGES]
 SEED = 1234

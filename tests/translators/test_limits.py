@@ -13,6 +13,13 @@ from megatron.extras.interop.translators import launch_script
 from megatron.extras.interop.translators.launch_script import read_launch_script
 from megatron.extras.interop.translators.shell.syntax import Node, parse_script
 
+pytestmark = pytest.mark.when_changed(
+    "megatron/base/errors.py",
+    "megatron/base/outside_file.py",
+    "megatron/extras/interop/translators/*",
+    "tests/translators/*",
+)
+
 TRAIN = "python pretrain_gpt.py --lr 1 $x\n"
 DOUBLING = {
     "variable": "x=ab\n" + "x=$x$x\n" * 40,

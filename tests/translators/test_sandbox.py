@@ -17,7 +17,15 @@ from megatron.extras.interop.translators.launch_script import read_launch_script
 from megatron.extras.interop.translators.shell import sandbox
 from megatron.extras.interop.translators.shell.sandbox import trace_script
 
-pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed"),
+    pytest.mark.when_changed(
+        "megatron/base/errors.py",
+        "megatron/base/outside_file.py",
+        "megatron/extras/interop/translators/*",
+        "tests/translators/*",
+    ),
+]
 
 START = "python pretrain_gpt.py --seed 1\n"
 TRAINING = r"pretrain_gpt\.py"

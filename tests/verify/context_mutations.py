@@ -1,5 +1,6 @@
 """Known errors of context parallelism, as changes of this package in one process."""
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -46,8 +47,9 @@ def ignore_window() -> None:
 
     def make(attend: Any) -> Any:
         def attend_to_all(*args: Any) -> Any:
-            query, key, value, _, documents, _, *others = args
-            return attend(query, key, value, None, documents, None, *others)
+            query, key, value, weighting, *others = args
+            without = dataclasses.replace(weighting, bias=None, window=None)
+            return attend(query, key, value, without, *others)
 
         return attend_to_all
 

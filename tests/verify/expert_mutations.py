@@ -29,10 +29,10 @@ def count_experts_of_one_rank() -> None:
 
 def keep_gradients_of_routers() -> None:
     from megatron.model.experts import routing
-    from megatron.parallel.layers import ParameterSpec, make_parameter
+    from megatron.parallel.layers import make_parameter
 
-    def make_local(shape: tuple[int, ...], tp: Any, init: Any) -> Any:
-        return make_parameter(shape, ParameterSpec(shape, init))
+    def make_local(spec: Any, tp: Any) -> Any:
+        return make_parameter(spec.shape, spec)
 
     wrap(routing, "make_replicated_inside_region", lambda _: make_local)
 

@@ -18,6 +18,8 @@ from verify.hidden_mutations import HIDDEN_MUTATIONS
 from verify.museum.museum_mutations import MUSEUM_MUTATIONS
 from verify.mutation import MEGATRON, NO_DROPOUT, PP, SP, TP, Mutation, wrap
 from verify.parametrization_mutations import PARAMETRIZATION_MUTATIONS
+from verify.row_mutations import ROW_MUTATIONS
+from verify.sink_mutations import SINK_MUTATIONS
 
 # -- gradients of replicated and tied parameters ---------------------------------------------------
 
@@ -266,7 +268,7 @@ def initialise_chunks_equally() -> None:
 
 
 def initialise_without_depth() -> None:
-    from megatron.parallel.layers import Init
+    from megatron.parallel.parameter_spec import Init
 
     def make(initialise: Any) -> Any:
         def initialise_flat(name: str, kind: Init, *args: Any) -> None:
@@ -813,5 +815,7 @@ MUTATIONS = [
     *EXPERT_MUTATIONS,
     *FLOAT8_MUTATIONS,
     *HIDDEN_MUTATIONS,
+    *SINK_MUTATIONS,
     *MUSEUM_MUTATIONS,
+    *ROW_MUTATIONS,
 ]

@@ -1,7 +1,7 @@
 """Known errors of parametrizations, by which rates and factors depend on the size."""
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 from verify.mutation import MEGATRON, NO_DROPOUT, PP, TP, Mutation, wrap
 
@@ -13,10 +13,10 @@ def treat_tied_copy_as_matrix() -> None:
     from megatron.model.parametrization import Scaling
 
     def make(compute: Any) -> Any:
-        def compute_scaling(name: str, spec: Any, shape: Any) -> Scaling:
+        def compute_scaling(name: str, spec: Any, shape: Any, config: Any) -> Scaling:
             if spec.copy_of is not None:
                 return Scaling(1 / shape.width_ratio, shape.width_ratio, 1 / shape.width_ratio)
-            found: Scaling = compute(name, spec, shape)
+            found: Scaling = compute(name, spec, shape, config)
             return found
 
         return compute_scaling
@@ -48,6 +48,27 @@ def keep_decay() -> None:
     wrap(native, "compute_scaling", make)
 
 
+def divide_by_root_in_row() -> None:
+    from megatron.config.optimizer import OPTIMIZERS
+
+    row = dataclasses.replace(
+        OPTIMIZERS.require("adam"), divide_rate=lambda width, config: width**0.5
+    )
+    cast(dict[str, Any], OPTIMIZERS.rows)["adam"] = row
+
+
+def leave_projection_to_adamw_in_row() -> None:
+    from megatron.config.optimizer import OptimizerRow
+
+    def make(updates: Any) -> Any:
+        return lambda row, name, dims: (
+            updates(row, name, dims)
+            and (not row.layer_matrices_only or "attention.qkv" not in name)
+        )
+
+    wrap(OptimizerRow, "updates", make)
+
+
 PARAMETRIZATION_MUTATIONS = [
     Mutation(
         "the embedding's copy on the last stage gets the rate of a matrix",
@@ -72,5 +93,21 @@ PARAMETRIZATION_MUTATIONS = [
         2,
         keep_decay,
         "weights",
+    ),
+    Mutation(
+        "the row of AdamW divides rates and multiplies weight decay by the root of the width",
+        "megatron/config/optimizer.py",
+        MUP,
+        1,
+        divide_by_root_in_row,
+        "weights",
+    ),
+    Mutation(
+        "the row of Muon leaves the projection to queries, keys and values to AdamW",
+        "megatron/config/optimizer.py",
+        f"{NO_DROPOUT} --optimizer muon",
+        1,
+        leave_projection_to_adamw_in_row,
+        "moments",
     ),
 ]

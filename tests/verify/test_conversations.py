@@ -15,7 +15,7 @@ from verify.mutation import ITERATIONS, NO_DROPOUT, PP, SP
 from verify.verifier import Verifier
 
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.extras.planner.verify.conversations import Conversations, make_conversations
+from megatron.extras.planner.verify.synthetic import Conversations, make_conversations
 from megatron.extras.preparation.conversations.build import ConversationJob, prepare_conversations
 from megatron.extras.preparation.preprocess.build_dataset import PreprocessJob, preprocess
 

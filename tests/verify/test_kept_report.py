@@ -9,7 +9,7 @@ from process_pool import ProcessPool, pretrain, succeed
 from megatron.base.errors import ConfigError
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.operations.commands import chronicle
-from megatron.extras.planner.verify.kept_report import (
+from megatron.extras.planner.verify.report import (
     COPIED,
     keep_verification,
     list_differences,

@@ -7,20 +7,57 @@ import pytest
 import torch
 from verify.mutation import ITERATIONS, MODEL
 
-from megatron.commands.verify import VerifyArguments, resolve_command
-from megatron.config.optimizer import OptimizerConfig
-from megatron.extras.planner.verify.comparison import get_decays
-from megatron.extras.planner.verify.reference import compute_initial_weight
-from megatron.extras.planner.verify.reference_optimizer import ReferenceOptimizer
+from megatron.base import exit_codes
+from megatron.base.errors import ConfigError
+from megatron.commands.verify import VerifyArguments, main, resolve_command
+from megatron.config.table import Absent
+from megatron.extras.planner.verify.reference_optimizer import FORMULAS
+from megatron.extras.planner.verify.reference_parameters import compute_initial_weight, find_row
+from megatron.model.gpt import GPT
 from megatron.model.init import initialise
+from megatron.model.layer_parts import ACTIVATIONS, NORMS
 from megatron.model.shape import ModelShape
-from megatron.parallel.layers import Init
+from megatron.parallel.mesh import TensorParallel
+from megatron.parallel.parameter_spec import Init, ParameterSpec
 
 
 @pytest.fixture
 def shape() -> ModelShape:
     options = VerifyArguments(world_size=1)
     return resolve_command(options, f"{MODEL} {ITERATIONS}".split())[0].shape
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"normalization": name} for name, _ in NORMS.list_rows()),
+        *({"activation": name} for name, row in ACTIVATIONS.list_rows() if not row.gated),
+        *({"glu_activation": name} for name, row in ACTIVATIONS.list_rows() if row.gated),
+        {"qk_norm": "full", "normalization": "RMSNorm", "norm_placement": "output"},
+        {"num_experts": 4, "moe_shared_expert_intermediate_size": 8, "embed_layernorm": True},
+        {"untie_embeddings_and_output_weights": True, "moe_shared_expert_gate": True},
+        {"softmax_type": "learnable"},
+    ],
+    ids=str,
+)
+def test_the_reference_knows_each_parameter(changes: dict[str, Any], shape: ModelShape) -> None:
+    """The run's specs and the rows of the reference are written apart, and say the same."""
+    config = replace(shape.config, **({"qk_norm": "head"} | changes))
+    with torch.device("meta"):
+        model = GPT(replace(shape, config=config), TensorParallel())
+    for name, parameter in model.named_parameters():
+        spec: ParameterSpec = parameter.spec  # type: ignore[attr-defined]
+        row = find_row(name)
+        drawn = {Init.NORMAL: "matrix", Init.SCALED_NORMAL: "output", Init.TABLE: "table"}
+        drawn |= {Init.VECTOR: "vector"}
+        assert row.decays == spec.decays, name
+        assert isinstance(row.start, float) == (spec.init not in drawn), name
+        assert drawn.get(spec.init, row.start) == row.start, name
+
+
+def test_an_unknown_parameter_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"attention\.sinks cannot be verified: .* no row"):
+        find_row("blocks.0.attention.sinks")
 
 
 @pytest.mark.parametrize("rows", [96, 3072])
@@ -32,10 +69,11 @@ def test_large_matrices_are_drawn_in_the_blocks_of_the_run(rows: int, shape: Mod
     assert torch.allclose(compute_initial_weight(name, size, shape, 7), expected, rtol=1e-6)
 
 
-def test_an_unknown_optimizer_is_not_taken_for_another_one(shape: ModelShape) -> None:
-    unknown = replace(OptimizerConfig(), optimizer=cast(Any, "sgd"))
-    parameters = {"head.norm.weight": torch.nn.Parameter(torch.ones(4))}
-    with pytest.raises(AssertionError, match="sgd"):
-        ReferenceOptimizer(parameters, unknown, shape)
-    with pytest.raises(AssertionError, match="sgd"):
-        get_decays(unknown)
+def test_an_optimizer_without_a_formula_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reason = "cannot be verified: the reference has no formula of it"
+    monkeypatch.setitem(cast(dict[str, Any], FORMULAS.rows), "muon", Absent(reason))
+    command = f"--world-size 1 -- {MODEL} {ITERATIONS} --optimizer"
+    assert main([*command.split(), "muon"]) == exit_codes.USER_ERROR
+    assert f"--optimizer muon {reason}" in capsys.readouterr().err

@@ -83,12 +83,12 @@ def add_up_equal_gradients() -> AbstractContextManager[Any]:
 def mark_no_gradient_partial() -> AbstractContextManager[Any]:
     """Norms are replicated, and with sequence parallelism each has the gradient of its tokens."""
     from megatron.model import norm
-    from megatron.parallel.layers import ParameterSpec, make_parameter
+    from megatron.parallel.layers import make_parameter
 
     return _wrap(
         norm,
         "make_replicated_outside_region",
-        lambda _: lambda shape, tp, init: make_parameter(shape, ParameterSpec(shape, init)),
+        lambda _: lambda spec, tp: make_parameter(spec.shape, spec),
     )
 
 

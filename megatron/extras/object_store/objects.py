@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.base.outside_file import RECORD_BYTES, load_bytes, open_regular
+from megatron.base.plain_text import find_address_mistake, is_url, redact_address
 from megatron.checkpoint.digest import Digester
-from megatron.config.url import find_address_mistake, has_secret, is_url, redact
 
 PATIENCE_SECONDS = 60.0
 """How long a request is repeated. A save that fails is tried again later."""
@@ -95,16 +95,17 @@ class ObjectFolder:
         """
         mistake = find_address_mistake(address)
         if mistake is not None:
-            raise ConfigError(f"{redact(address)} {mistake}")
+            raise ConfigError(mistake)
         if importlib.util.find_spec("s3fs") is None:
             raise ConfigError(
                 f"{address} needs the package s3fs. Install it: pip install 'megatron-3d[s3]'"
             )
         for variable in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
             url = os.environ.get(variable, "")
-            if has_secret(url):
+            shown = redact_address(url)
+            if shown != url:
                 raise ConfigError(
-                    f"{variable} is {redact(url)}. It must have no user, password or query, which "
+                    f"{variable} is {shown}. It must have no user, password or query, which "
                     "the client cannot use. Give credentials in AWS_ACCESS_KEY_ID and "
                     "AWS_SECRET_ACCESS_KEY, or in ~/.aws"
                 )
@@ -418,7 +419,7 @@ class ObjectFolder:
         name = self.name(key).rstrip("/")
         code = _find_code(error)
         # The URL of the endpoint may have a password.
-        said = redact(str(error))
+        said = redact_address(str(error))
         if code in _STALE:
             return StaleTagError(f"{name} was written by another run")
         if code in _MISSING:
@@ -446,8 +447,8 @@ class ObjectFolder:
             )
         return OSError(
             f"{name}: no answer without an error within {self._patience:g} s "
-            f"({code or redact(repr(error))}); check the network, the endpoint and the state of "
-            "the store"
+            f"({code or redact_address(repr(error))}); check the network, the endpoint and the "
+            "state of the store"
         )
 
     def _connect(self) -> Any:

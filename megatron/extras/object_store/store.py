@@ -18,13 +18,13 @@ from pathlib import Path
 
 from megatron.base.errors import CheckpointError, DamagedError
 from megatron.base.file_lock import LockResult, try_lock
+from megatron.base.plain_text import is_url
 from megatron.checkpoint.folder import UNFINISHED
 from megatron.checkpoint.lease import Lease, is_alive, read_holder
 from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.manifest import CONFIG, INDEX, MANIFEST, Manifest
 from megatron.checkpoint.store import Store
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.url import is_url
 from megatron.extras.object_store.mirror import STAGING, Mirror
 from megatron.extras.object_store.objects import ObjectFolder, raise_as_checkpoint_error
 from megatron.extras.object_store.ranges import FetchedCheckpoint, verify_object

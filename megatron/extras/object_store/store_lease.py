@@ -21,7 +21,14 @@ from typing import Any
 from megatron.base.errors import CheckpointError
 from megatron.base.outside_file import parse_json
 from megatron.checkpoint import lease
-from megatron.checkpoint.lease import Lease, LeaseHolder, is_alive, parse_holder
+from megatron.checkpoint.lease import (
+    Lease,
+    LeaseHolder,
+    LeasePlace,
+    Look,
+    may_take_over,
+    parse_holder,
+)
 from megatron.extras.object_store.objects import ObjectFolder, StaleTagError, TaggedObject
 
 KEY = "lease.json"
@@ -115,7 +122,8 @@ class StoreLease(Lease):
         self._lock = threading.Lock()
         while True:
             found = objects.read_tagged(KEY)
-            _refuse_living_holder(objects, found, log)
+            if not _is_released(found) and not self._is_holder_gone(objects, found, log):
+                continue
             self.generation = max(known, _parse(found).get("generation", 0)) + 1
             self._tag = None if found is None else found.tag
             # The heartbeat of the local lease runs already, and must not write at the same time.
@@ -128,6 +136,32 @@ class StoreLease(Lease):
                     # Another run was faster. It is alive, so the next pass refuses.
                     self._objects = None
 
+    def _is_holder_gone(
+        self, objects: ObjectFolder, found: TaggedObject | None, log: Callable[[str], None]
+    ) -> bool:
+        """Return whether the holder of the object is gone. If not, the object is read again.
+
+        Raises:
+            CheckpointError: The holder is alive.
+        """
+
+        def look() -> Look:
+            now = objects.read_tagged(KEY)
+            if _is_released(now):
+                return "again"
+            # The tag is compared, and no time, so clocks do not matter.
+            same = now is not None and found is not None and now.tag == found.tag
+            return "same" if same else "alive"
+
+        place = LeasePlace(
+            objects.name(KEY),
+            objects.address,
+            "address",
+            "a renewal",
+            "at one address would replace",
+        )
+        return may_take_over(place, _read_holder(found), self._holder, look, log)
+
     def _write(self, *, released: bool = False) -> None:
         assert self._objects is not None
         record = {
@@ -139,43 +173,6 @@ class StoreLease(Lease):
         body = (json.dumps(record, indent=1) + "\n").encode()
         self._tag = self._objects.write_if(KEY, body, self._tag)
         self._renewed = time.monotonic()
-
-
-def _refuse_living_holder(
-    objects: ObjectFolder, found: TaggedObject | None, log: Callable[[str], None]
-) -> None:
-    """Return if nobody holds the lease any more.
-
-    Raises:
-        CheckpointError: Its holder is alive.
-    """
-    if found is None or _is_released(found):
-        return
-    holder = _read_holder(found)
-    who = "an unknown process" if holder is None else holder.describe()
-    alive = None if holder is None else is_alive(holder)
-    name = objects.name(KEY)
-    if alive is None:
-        seconds = lease.STALE_SECONDS
-        log(
-            f"{name} names {who}; waiting up to {seconds:g} s for a renewal. If there is none, "
-            "this run takes the address over"
-        )
-        alive = False
-        end = time.monotonic() + seconds
-        while not alive and time.monotonic() < end:
-            time.sleep(min(2.0, seconds / 10))
-            now = objects.read_tagged(KEY)
-            if now is None or _is_released(now):
-                return
-            # The tag is compared, and no time, so clocks do not matter.
-            alive = now.tag != found.tag
-    if alive:
-        raise CheckpointError(
-            f"{objects.address} is being written to by {who}; two runs at one address would "
-            "replace each other's checkpoints: end that one, or give another --save"
-        )
-    log(f"{name} was left by {who}, which is gone; this run takes the address over")
 
 
 def _parse(found: TaggedObject | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, Literal, cast
 
+from megatron.config.optimizer import OPTIMIZERS
 from megatron.config.parallel import EXCHANGES_HEADS
 from megatron.config.precision import PrecisionConfig
 from megatron.config.tree import Config
@@ -21,14 +22,13 @@ from megatron.extras.planner.cost.layout import (
     Software,
 )
 from megatron.extras.planner.cost.memory import BALANCED_ENDS, count_virtual_layers
-from megatron.extras.planner.cost.parameter_traffic import reduces_each_microbatch
+from megatron.extras.planner.cost.parameters import reduces_each_microbatch
 from megatron.extras.planner.cost.search import SearchSpace
 from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
 from megatron.extras.step.float8.recipe import ROWWISE, list_float8_layers
-from megatron.plan.graph_choice import runs_eager_passes
-from megatron.plan.kernel_choice import CPU, KernelDevice, choose_kernels
+from megatron.plan.kernel_choice import CPU, KernelDevice, choose_kernels, runs_eager_passes
 from megatron.plan.run_plan import Plan
-from megatron.tokenizer import compute_padded_vocab_size
+from megatron.tokenizer.vocabulary import compute_padded_vocab_size
 
 _CPU_OVERHEAD = Overhead(fixed_gib=0.4)
 """Python and the libraries of a process without a GPU."""
@@ -103,12 +103,7 @@ def _describe_float8(config: Config, hardware: Hardware) -> Float8 | None:
         return None
     layers = list_float8_layers(config)
     every = len(layers) == config.model.num_layers
-    return Float8(
-        layers=None if every else layers,
-        rowwise=ROWWISE[precision.fp8_recipe],
-        one_pass=True,
-        scale_kernels=1,
-    )
+    return Float8(layers=None if every else layers, rowwise=ROWWISE[precision.fp8_recipe])
 
 
 def propose_float8(config: Config) -> PrecisionConfig:
@@ -263,7 +258,8 @@ def build_layout_rules(plan: Plan) -> Callable[[RankLayout], bool]:
         if size % own == 0
     ]
     # See `check_tensor_parallel` and `check_muon`.
-    whole_groups = plan.config.model.qk_norm == "full" or plan.config.optimizer.optimizer == "muon"
+    row = OPTIMIZERS.require(plan.config.optimizer.optimizer)
+    whole_groups = plan.config.model.qk_norm == "full" or row.layer_matrices_only
 
     tensor_divides = plan.config.model.moe_shared_expert_intermediate_size or 0
 

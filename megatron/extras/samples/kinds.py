@@ -1,6 +1,6 @@
 """The kind of data of each --dataset-format."""
 
-from megatron.data.source_kind import SourceKind
+from megatron.data.source import SourceKind
 from megatron.extras.samples.stream.build import StreamedData
 from megatron.extras.samples.stream.formats import FORMATS
 

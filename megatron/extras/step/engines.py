@@ -1,16 +1,24 @@
-"""Chooses the engine that a configuration asks for."""
+"""Chooses the engine that a configuration asks for. This module imports no torch."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from megatron.config.tree import Config
-from megatron.engine.kind import EngineKind
-from megatron.engine.native_kind import NATIVE
+from megatron.engine.kind import NATIVE, BuildEngine, EngineKind
+from megatron.extras.step.kernels.kind import add_kernels
+from megatron.extras.step.late_reading.kind import add_late_reading
+
+if TYPE_CHECKING:
+    from megatron.engine.base import Engine
+    from megatron.parallel.mesh import Mesh
+    from megatron.plan.run_plan import Plan
 
 
 def choose_engine(config: Config) -> EngineKind:
-    """Return the kind of engine that a configuration asks for. This imports no torch."""
-    from megatron.extras.step.cuda_graph.kind import add_graphs
-    from megatron.extras.step.kernels.kind import add_kernels
-    from megatron.extras.step.late_reading.kind import add_late_reading
-
+    """Return the kind of engine that a configuration asks for."""
     if config.parallel.deepspeed:
         from megatron.extras.step.deepspeed.kind import DEEPSPEED
 
@@ -21,3 +29,40 @@ def choose_engine(config: Config) -> EngineKind:
 
         kind = FLOAT8
     return add_graphs(add_kernels(add_late_reading(kind)))
+
+
+def add_graphs(kind: EngineKind) -> EngineKind:
+    """Return a kind of engine that records microbatches if its plan asks for it."""
+
+    def load(device_type: str) -> BuildEngine:
+        """Import the engine. See `EngineKind.load`."""
+        build: Any = kind.load(device_type)
+
+        def build_with_graphs(plan: Plan, mesh: Mesh, *arguments: Any, **options: Any) -> Engine:
+            """Build the engine. The choice of `plan.kernel_choice` is in the plan."""
+            # A graph is recorded in the second step, so the engine is built as without graphs.
+            engine: Engine = build(plan, mesh, *arguments, **options)
+            if plan.config.kernels.cuda_graph == "on" and _has_cuda():
+                from megatron.engine.native import NativeEngine
+                from megatron.extras.step.cuda_graph.captured_runner import capture_microbatches
+                from megatron.extras.step.cuda_graph.graph_recorder import CudaGraphRecorder
+
+                assert isinstance(engine, NativeEngine), "no other engine has graphs"
+                # Events that time collectives cannot be read if they are in a graph.
+                pause = nullcontext
+                if mesh.grid.world_size > 1:
+                    pause = arguments[0].pause
+                recorder = CudaGraphRecorder(mesh.device, pause)
+                capture_microbatches(engine, plan, mesh, recorder)
+            return engine
+
+        return build_with_graphs
+
+    return replace(kind, load=load, has_graphs=True)
+
+
+def _has_cuda() -> bool:
+    """Return whether torch is built for CUDA. A dry run has fake tensors of a GPU without it."""
+    import torch
+
+    return torch.backends.cuda.is_built()

@@ -22,7 +22,7 @@ import torch
 
 from megatron.base.durable import replace_file_by
 from megatron.base.plain_text import print_line
-from megatron.config.profiling import ALL_RANKS, choose_profile_folder, parse_profile_iterations
+from megatron.config.logging import ALL_RANKS
 from megatron.config.tree import Config
 from megatron.run.parts import Profiling
 
@@ -46,10 +46,10 @@ class Profilers(Profiling):
         if rank != 0:
             log = print_line
         folder = None
-        chosen = choose_profile_folder(config)
+        chosen = logging.choose_profile_folder(config.checkpoint.save_folder)
         if chosen is not None and not {rank, ALL_RANKS}.isdisjoint(logging.profile_ranks):
             folder = Path(chosen)
-        iterations = parse_profile_iterations(config)
+        iterations = logging.parse_profile_iterations()
         traces = None if iterations is None else folder
         snapshots = folder if logging.memory_snapshot else None
         self._profiler = Profiler(traces, iterations or (0, 0), rank, log)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from torch.utils.hooks import RemovableHandle
 
 from megatron.model.gpt import GPT
-from megatron.observe.block_timer import BlockTimer
+from megatron.observe.timers import BlockTimer
 from megatron.run.parts import RankComparison, RankTimes
 from megatron.schedule.clock import is_due
 

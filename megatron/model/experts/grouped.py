@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.parallel.operators import make_operator
 from megatron.parallel.spmd import declare
+from megatron.parallel.torch_private import make_operator
 
 _ALIGNMENT = 8
 """The kernel's operands need rows of a multiple of 16 bytes, which are 8 numbers in bf16."""

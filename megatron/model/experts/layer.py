@@ -22,14 +22,10 @@ from megatron.model.experts.dispatch import (
 from megatron.model.experts.grouped import multiply_by_expert
 from megatron.model.experts.routing import Router, Routing, add_loss
 from megatron.model.fused_operators import FusedOperators
-from megatron.model.mlp import MLP, build_activation, multiply_gate
+from megatron.model.layer_parts import MLPS, list_expert_parameters
+from megatron.model.mlp import MLP, build_activation
 from megatron.model.shape import ModelShape
-from megatron.parallel.layers import (
-    Init,
-    ParameterSpec,
-    make_parameter,
-    make_replicated_outside_region,
-)
+from megatron.parallel.layers import make_parameter, make_replicated_outside_region
 from megatron.parallel.mesh import ContextParallel, ExpertParallel, TensorParallel
 
 
@@ -41,29 +37,22 @@ class Experts(nn.Module):
         super().__init__()
         config = shape.config
         assert config.num_experts is not None, "the layer has experts"
-        total = config.num_experts
-        self._number = total // ranks.size
+        self._number = config.num_experts // ranks.size
         self.activation = build_activation(config, tp)
-        self.glu_activation = config.glu_activation
+        self._activation_name = config.activation_name
         self.operators = FusedOperators()
         """The kernels that take the place of PyTorch's operators."""
 
-        def make(rows: int, columns: tuple[int, ...], init: Init) -> nn.Parameter:
-            spec = ParameterSpec((total * rows, *columns), init, by_expert=True)
-            return make_parameter((self._number * rows, *columns), spec)
-
-        h = config.hidden_size
-        f = shape.expert_width
-        self.up = make(f, (h,), Init.NORMAL)
-        self.gate = make(f, (h,), Init.NORMAL) if config.glu_activation else None
-        self.down = make(h, (f,), Init.SCALED_NORMAL)
-        self.up_bias: nn.Parameter | None = None
-        self.gate_bias: nn.Parameter | None = None
-        self.down_bias: nn.Parameter | None = None
-        if shape.has_mlp_bias:
-            self.up_bias = make(f, (), Init.ZERO)
-            self.gate_bias = make(f, (), Init.ZERO) if config.glu_activation else None
-            self.down_bias = make(h, (), Init.ZERO)
+        made = {
+            name: make_parameter(spec.compute_local_shape(tp.size, ranks.size), spec)
+            for name, spec in list_expert_parameters(shape).items()
+        }
+        self.up = made["up"]
+        self.gate = made.get("gate")
+        self.down = made["down"]
+        self.up_bias = made.get("up_bias")
+        self.gate_bias = made.get("gate_bias")
+        self.down_bias = made.get("down_bias")
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """Map rows sorted by expert, [m, h], to [m, h].
@@ -76,17 +65,16 @@ class Experts(nn.Module):
         if self.up_bias is not None:
             rows = torch.arange(len(x), device=x.device)
             number = torch.searchsorted(ends, rows, right=True)
+        activate = self.activation
+        # A kernel cannot be launched for no rows.
+        if len(x):
+            activate = self.operators.activations.get(self._activation_name, activate)
         up = self._multiply(x, self.up, self.up_bias, ends, number)
         if self.gate is None:
-            inner = self.activation(up)
+            inner = activate(up)
         else:
             gate = self._multiply(x, self.gate, self.gate_bias, ends, number)
-            # A kernel cannot be launched for no rows.
-            operators = self.operators if len(x) else FusedOperators()
-            inner = multiply_gate(
-                *(gate.unsqueeze(1), up.unsqueeze(1), self.activation),
-                *(self.glu_activation, operators),
-            ).squeeze(1)
+            inner = activate(gate, up)
         return self._multiply(inner, self.down, self.down_bias, ends, number)
 
     def _multiply(
@@ -139,8 +127,8 @@ class MixtureMLP(nn.Module):
         if config.moe_shared_expert_intermediate_size is not None:
             self.shared = MLP(shape, tp, config.moe_shared_expert_intermediate_size)
             if config.moe_shared_expert_gate:
-                width = (1, config.hidden_size)
-                self.shared_gate = make_replicated_outside_region(width, tp, Init.NORMAL)
+                spec = MLPS.require("experts").list_parameters(shape)["shared_gate"]
+                self.shared_gate = make_replicated_outside_region(spec, tp)
 
     @property
     def operators(self) -> FusedOperators:

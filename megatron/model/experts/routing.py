@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from megatron.config.loss import LossConfig
 from megatron.config.model import ModelConfig
 from megatron.model.experts.dispatch import count_choices
+from megatron.model.layer_parts import MLPS
 from megatron.model.shape import ModelShape
 from megatron.parallel.collectives import all_reduce
-from megatron.parallel.layers import Init, make_replicated_inside_region
+from megatron.parallel.layers import make_replicated_inside_region
 from megatron.parallel.mesh import ContextParallel, ExpertParallel, TensorParallel
 from megatron.parallel.shard import TensorShard
 from megatron.parallel.spmd import declare
@@ -183,12 +184,12 @@ class Router(nn.Module):
         self._tp = tp
         self._context = context
         self._ranks = ranks
-        size = (config.num_experts, config.hidden_size)
+        specs = MLPS.require("experts").list_parameters(shape)
         # Each tensor-parallel rank routes some of the tokens.
-        self.weight = make_replicated_inside_region(size, tp, Init.NORMAL)
+        self.weight = make_replicated_inside_region(specs["router.weight"], tp)
         self.bias: nn.Parameter | None = None
         if shape.has_mlp_bias:
-            self.bias = make_replicated_inside_region(size[:1], tp, Init.ZERO)
+            self.bias = make_replicated_inside_region(specs["router.bias"], tp)
         self.balance = torch.empty(0)
         """The bias of balancing, fp32[E], the same on all ranks. It is empty if there is none."""
         self.counts = torch.empty(0)

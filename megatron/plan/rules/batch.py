@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from megatron.base.plain_text import format_alternatives
-from megatron.plan.rules.contexts import PlanContext
-from megatron.plan.rules.finding import Finding, error, warning
+from megatron.plan.rules.finding import Finding, PlanContext, error, warning
 from megatron.schedule.batch_size import (
     ConstantBatchSize,
     RampupBatchSize,

@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator
 
-from megatron.config.config_with_origin import ConfigWithOrigin
 from megatron.config.curriculum import USED
-from megatron.config.fields import all_fields
-from megatron.plan.rules.contexts import PlanContext
-from megatron.plan.rules.finding import Finding, error, warning
+from megatron.config.fields import ConfigWithOrigin, all_fields
+from megatron.plan.rules.finding import Finding, PlanContext, error, warning
 from megatron.schedule.batch_size import ConstantBatchSize
 
 

@@ -5,13 +5,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.base.plain_text import format_some
-from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.base.plain_text import format_some, has_secret, is_url, redact
 from megatron.config.data import DataConfig, TokenizerConfig
-from megatron.config.url import has_secret, is_url, redact
+from megatron.config.fields import ConfigWithOrigin
 from megatron.data.splits import parse_split
-from megatron.plan.rules.contexts import PlanContext
-from megatron.plan.rules.finding import Finding, error, warning
+from megatron.plan.rules.finding import Finding, PlanContext, error, warning
 from megatron.tokenizer.vocabulary import describe_absence, describe_lack, find_tokenizer_folder
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from megatron.base.plain_text import format_alternatives
-from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.fields import ConfigWithOrigin
 from megatron.config.layer_choice import find_expert_layers
-from megatron.plan.rules.contexts import PlanContext
-from megatron.plan.rules.finding import Finding, error, warning
+from megatron.model.layer_parts import get_activation
+from megatron.plan.rules.finding import Finding, PlanContext, error, warning
 
 NUMBER = "model.num_experts"
 SIZE = "parallel.expert_model_parallel_size"
@@ -73,7 +73,7 @@ def _check_layer(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Check that experts and shared expert can be built."""
     model = settings.config.model
     asked = settings.describe(NUMBER)
-    if model.activation == "xielu":
+    if get_activation(model).parameters:
         yield error(
             f"{settings.describe('model.activation')} has weights of its own, which experts do not "
             "have; use another activation, or leave out --num-experts."

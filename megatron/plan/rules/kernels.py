@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator
 
-from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.fields import ConfigWithOrigin
 from megatron.model.shape import ModelShape
-from megatron.plan.graph_choice import find_graph_obstacle
-from megatron.plan.rules.contexts import PlanContext
-from megatron.plan.rules.finding import Finding, error, warning
+from megatron.plan.kernel_choice import find_graph_obstacle
+from megatron.plan.rules.finding import Finding, PlanContext, error, warning
 
 
 def check_float8(settings: ConfigWithOrigin) -> Iterator[Finding]:

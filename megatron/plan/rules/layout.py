@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from megatron.base.plain_text import format_alternatives
-from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.fields import ConfigWithOrigin
+from megatron.config.optimizer import OPTIMIZERS
 from megatron.config.parallel import STRATEGY_STAGES
 from megatron.config.recompute import OPERATORS
 from megatron.model.shape import ModelShape
-from megatron.plan.rules.contexts import PlanContext
-from megatron.plan.rules.finding import Finding, error, warning
+from megatron.plan.rules.finding import Finding, PlanContext, error, warning
 from megatron.schedule.pipeline_schedule import PipelineSchedule, choose_schedule
 
 _IDLE_WORTH_WARNING = 1 / 3
@@ -201,13 +201,14 @@ def check_context_parallel(settings: ConfigWithOrigin) -> Iterator[Finding]:
 
 
 def check_muon(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Check that with Muon, tensor-parallel ranks do not share a query group.
+    """Check that tensor-parallel ranks do not share a query group with Muon.
 
     The owner of a matrix puts it together from the rows of all ranks.
     """
     groups = ModelShape(settings.config.model, 0, 0).query_groups
     tensor = settings.config.parallel.tensor_model_parallel_size
-    if settings.config.optimizer.optimizer == "muon" and groups < tensor:
+    row = OPTIMIZERS.require(settings.config.optimizer.optimizer)
+    if row.layer_matrices_only and groups < tensor:
         yield error(
             f"{settings.describe('optimizer.optimizer')} needs a query group for each "
             f"tensor-parallel rank, but there are {groups} groups and {tensor} ranks; "

@@ -11,9 +11,9 @@ skipped ranges.
 The defaults, and what may be combined, follow Megatron-LM and Megatron-DeepSpeed.
 """
 
-from megatron.config.config_with_origin import ConfigWithOrigin
-from megatron.config.fields import all_fields
-from megatron.config.profiling import find_requesting_field
+from megatron.config.fields import ConfigWithOrigin, all_fields
+from megatron.config.optimizer import OPTIMIZERS
+from megatron.model.layer_parts import ACTIVATIONS, NORMS
 from megatron.plan.rules import (
     batch,
     curriculum,
@@ -27,17 +27,19 @@ from megatron.plan.rules import (
     resume,
     training,
 )
-from megatron.plan.rules.contexts import PlanContext, ResumeContext
-from megatron.plan.rules.declared import (
+from megatron.plan.rules.finding import (
     Forbids,
     OneOf,
+    PlanContext,
+    ResumeContext,
+    Rule,
+    error,
     if_given,
     needs,
     no_effect,
     no_effect_unless,
     no_effect_without,
 )
-from megatron.plan.rules.finding import Rule, error
 
 _SAVE = "checkpoint.save"
 _SCALING = "model.rope_scaling"
@@ -47,6 +49,8 @@ _LOSS_SCALE = (
     *("precision.loss_scale", "precision.initial_loss_scale", "precision.min_loss_scale"),
     *("precision.loss_scale_window", "precision.hysteresis"),
 )
+
+_WITHOUT_KERNEL = [name for name, row in ACTIVATIONS.list_rows() if not row.has_kernel]
 
 
 def _list_fields(part: str) -> tuple[str, ...]:
@@ -92,6 +96,7 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     if_given(model.check_layer_choices, *model.LAYER_CHOICES),
     OneOf(("model.activation", "model.glu_activation"), ": the first is for an MLP without a gate"),
     if_given(model.check_query_key_norm, "model.qk_norm"),
+    if_given(model.check_sinks, "model.softmax_type"),
     if_given(model.check_parametrization, "model.parametrization"),
     if_given(experts.check_experts, experts.NUMBER),
     if_given(model.check_positions_cover_sequence, "model.max_position_embeddings"),
@@ -191,8 +196,11 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     ),
     if_given(training.warn_decay_of_missing_warmup, "optimizer.lr_decay_style"),
     no_effect_unless("model.parametrization", ("mup", "completep"), *_list_fields("model.base_")),
-    no_effect_unless("optimizer.optimizer", ("ademamix",), *_list_fields("optimizer.ademamix_")),
-    no_effect_unless("optimizer.optimizer", ("muon",), *_list_fields("optimizer.muon_")),
+    *(
+        no_effect_unless("optimizer.optimizer", (name,), *_list_fields(f"optimizer.{row.flags}"))
+        for name, row in OPTIMIZERS.list_rows()
+        if row.flags
+    ),
     no_effect_without("precision.fp16", "", *_LOSS_SCALE),
     # Without a folder, another rule reports this flag.
     no_effect(
@@ -244,8 +252,8 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         *("model.rotary_base", "model.rope_scaling", "model.no_rope_layers", "kernels.rope_fusion"),
     ),
     no_effect(
-        "without --glu-activation or --activation squared_relu",
-        lambda c: c.model.glu_activation is None and c.model.activation != "squared_relu",
+        f"with an activation that has no kernel: {', '.join(_WITHOUT_KERNEL)}",
+        lambda config: config.model.activation_name in _WITHOUT_KERNEL,
         "kernels.bias_swiglu_fusion",
     ),
     no_effect_unless("model.norm_placement", ("input",), "kernels.residual_norm_fusion"),
@@ -276,8 +284,11 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         *("model.add_qkv_bias", "model.add_attention_bias", "model.add_mlp_bias"),
     ),
     no_effect(
-        "with --normalization RMSNorm, which has no biases",
-        lambda config: config.model.normalization == "RMSNorm" and not config.model.embed_layernorm,
+        "with {model.normalization}, which has no biases",
+        lambda config: (
+            not config.model.embed_layernorm
+            and not NORMS.require(config.model.normalization).has_bias
+        ),
         "model.norm_bias",
     ),
     no_effect_without(
@@ -308,7 +319,7 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     no_effect_without("logging.memory_snapshot", "", "logging.memory_snapshot_iterations"),
     no_effect(
         "without --profile-iterations or --memory-snapshot",
-        lambda config: find_requesting_field(config) is None,
+        lambda config: config.logging.profiling_field is None,
         *("logging.profile_ranks", "logging.profile_dir"),
     ),
     no_effect_without(

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
-from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.fields import ConfigWithOrigin
 from megatron.config.layer_choice import choose_layers
 from megatron.config.model import DROPOUT_STEPS
+from megatron.model.layer_parts import NORMS, get_activation
 from megatron.model.shape import ModelShape
-from megatron.plan.rules.contexts import PlanContext
-from megatron.plan.rules.finding import Finding, error, warning
+from megatron.plan.rules.finding import Finding, PlanContext, error, warning
 
 LAYER_CHOICES = ("model.no_rope_layers", "model.full_attention_layers")
 """Fields that choose layers."""
@@ -155,12 +155,41 @@ def check_parametrization(settings: ConfigWithOrigin) -> Iterator[Finding]:
         )
 
 
-def check_query_key_norm(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Check that --qk-norm full is used with RMSNorm."""
-    model = settings.config.model
-    if model.qk_norm == "full" and model.normalization != "RMSNorm":
+_SINK_KERNELS = {"auto", "by-gpu", "flash", "unfused"}
+"""Values of --attention-backend that have a way to compute sinks."""
+
+
+def check_sinks(settings: ConfigWithOrigin) -> Iterator[Finding]:
+    """Check that what computes and updates the model can have sinks of attention."""
+    config = settings.config
+    if config.model.softmax_type == "vanilla":
+        return
+    asked = settings.describe("model.softmax_type")
+    if not _SINK_KERNELS & {*config.kernels.attention_backend}:
         yield error(
-            f"{settings.describe('model.qk_norm')} needs --normalization RMSNorm, not "
+            f"{asked} is computed by the kernels flash and unfused, and "
+            f"{settings.describe('kernels.attention_backend')} has none of them; add one, or give "
+            "auto."
+        )
+    if config.model.parametrization != "standard":
+        yield error(
+            f"{asked} has no rule in {settings.describe('model.parametrization')}: logits shrink "
+            "with the width of a head, and nothing says whether a sink does. Leave one of them out."
+        )
+    if config.parallel.deepspeed:
+        yield error(
+            f"{asked} was not compared with the DeepSpeed engine; leave out "
+            f"{settings.describe('parallel.deepspeed')}."
+        )
+
+
+def check_query_key_norm(settings: ConfigWithOrigin) -> Iterator[Finding]:
+    """Check that --qk-norm full is used with a norm that has a form over all heads."""
+    model = settings.config.model
+    if model.qk_norm == "full" and not NORMS.require(model.normalization).spans_heads:
+        able = " or ".join(name for name, row in NORMS.list_rows() if row.spans_heads)
+        yield error(
+            f"{settings.describe('model.qk_norm')} needs --normalization {able}, not "
             f"{model.normalization}; use it, or --qk-norm head."
         )
 
@@ -191,7 +220,7 @@ def warn_about_shape(context: PlanContext) -> Iterator[Finding]:
         )
     if (
         model.ffn_hidden_size is not None
-        and model.glu_activation is None
+        and not get_activation(model).gated
         and model.ffn_hidden_size != 4 * h
         and not context.is_from_preset("model.ffn_hidden_size")
     ):
@@ -201,7 +230,7 @@ def warn_about_shape(context: PlanContext) -> Iterator[Finding]:
             "check the number of parameters."
         )
     given = model.ffn_hidden_size or (model.num_experts and model.moe_ffn_hidden_size)
-    if given is None and model.glu_activation is not None:
+    if given is None and get_activation(model).gated:
         yield warning(
             f"{context.describe('model.glu_activation')} without --ffn-hidden-size uses 4 x hidden "
             "size in each of three matrices, 1.5 times the parameters of an MLP without a gate; "

@@ -3,15 +3,9 @@
 from collections.abc import Iterator
 
 from megatron.base.errors import ConfigError
-from megatron.config.config_with_origin import ConfigWithOrigin
-from megatron.config.profiling import (
-    choose_profile_folder,
-    find_requesting_field,
-    parse_profile_iterations,
-)
-from megatron.config.url import find_address_mistake, is_address_without_slash, is_url, redact
-from megatron.plan.rules.contexts import PlanContext
-from megatron.plan.rules.finding import Finding, error, warning
+from megatron.base.plain_text import find_address_mistake, is_url
+from megatron.config.fields import ConfigWithOrigin
+from megatron.plan.rules.finding import Finding, PlanContext, error, warning
 
 
 def check_addresses(settings: ConfigWithOrigin) -> Iterator[Finding]:
@@ -19,17 +13,11 @@ def check_addresses(settings: ConfigWithOrigin) -> Iterator[Finding]:
     checkpoint = settings.config.checkpoint
     found = False
     for name in ("save", "load", "pretrained_checkpoint"):
-        address = getattr(checkpoint, name)
-        if is_address_without_slash(address or ""):
-            yield error(
-                f"--{name.replace('_', '-')} {address} must be s3://bucket/run, with two slashes."
-            )
-        if address is None or not is_url(address):
-            continue
-        found = True
+        address = getattr(checkpoint, name) or ""
+        found |= is_url(address)
         mistake = find_address_mistake(address)
         if mistake is not None:
-            yield error(f"--{name.replace('_', '-')} {redact(address)} {mistake}.")
+            yield error(f"--{name.replace('_', '-')} {mistake}.")
     if found and checkpoint.local_dir is None:
         yield error(
             "a --save or --load with an address needs --local-dir, a folder of each host for "
@@ -47,11 +35,12 @@ def check_profile(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Check the iterations and the folder of traces and snapshots."""
     config = settings.config
     try:
-        parse_profile_iterations(config)
+        config.logging.parse_profile_iterations()
     except ConfigError as failure:
         yield error(str(failure))
-    requested = find_requesting_field(config)
-    if requested is not None and choose_profile_folder(config) is None:
+    requested = config.logging.profiling_field
+    folder = config.logging.choose_profile_folder(config.checkpoint.save_folder)
+    if requested is not None and folder is None:
         yield error(
             f"{settings.describe(requested)} needs a folder: give --profile-dir, --save or "
             "--tensorboard-dir."
@@ -99,10 +88,9 @@ def warn_incomplete_saves(settings: ConfigWithOrigin) -> Iterator[Finding]:
 
 def check_profiled_ranks(context: PlanContext) -> Iterator[Finding]:
     """Check that the ranks of traces and memory snapshots exist, and the run reaches the trace."""
-    config = context.config
-    logging = config.logging
+    logging = context.config.logging
     world_size = context.plan.world_size
-    if logging.profile_iterations is None and not logging.memory_snapshot:
+    if logging.profiling_field is None:
         return
     if logging.profile_ranks and max(logging.profile_ranks) >= world_size > 0:
         yield error(
@@ -110,7 +98,7 @@ def check_profiled_ranks(context: PlanContext) -> Iterator[Finding]:
             f"are {world_size} processes, 0 to {world_size - 1}; give -1 for all of them."
         )
     try:
-        iterations = parse_profile_iterations(config)
+        iterations = logging.parse_profile_iterations()
     except ConfigError:
         # `check_profile` reports a range that cannot be read.
         return

@@ -6,13 +6,11 @@ from megatron.base.errors import ConfigError
 from megatron.config.compare import find_config_differences
 from megatron.config.fields import Field, all_fields
 from megatron.config.tree import Config
-from megatron.plan.curriculum import build_curriculum
-from megatron.plan.rules.contexts import ResumeContext, TokenizerContext
-from megatron.plan.rules.finding import Finding, error, warning
+from megatron.plan.rules.finding import Finding, ResumeContext, TokenizerContext, error, warning
 from megatron.schedule.curriculum import FOREVER
 from megatron.schedule.lr import list_schedule_differences
 from megatron.schedule.skip import find_range
-from megatron.tokenizer import compute_tokenizer_digests, find_tokenizer_files
+from megatron.tokenizer.vocabulary import compute_tokenizer_digests, find_tokenizer_files
 
 _LISTED_GROUPS = ("batch", "loss", "optimizer", "precision", "data", "tokenizer", "guard")
 """Groups of settings that can change what is trained. The layout of the ranks is not among them."""
@@ -97,8 +95,9 @@ def describe_curriculum_difference(config: Config, saved: Config, iteration: int
     there = _list_coming_lengths(saved, first)
     if here == there:
         return None
+    curriculum, other = (each.curriculum.build(each.model.seq_length) for each in (config, saved))
     return (
-        f"{build_curriculum(config) or 'none'} here, {build_curriculum(saved) or 'none'} in the "
+        f"{curriculum or 'none'} here, {other or 'none'} in the "
         f"checkpoint; iteration {first} has sequences of {here[0][1] or config.model.seq_length} "
         f"tokens here and of {there[0][1] or saved.model.seq_length} in the checkpoint"
     )
@@ -109,7 +108,7 @@ def _list_coming_lengths(config: Config, first: int) -> list[tuple[int, int | No
 
     None is the full length. A changed --seq-length alone is therefore no difference here.
     """
-    curriculum = build_curriculum(config)
+    curriculum = config.curriculum.build(config.model.seq_length)
     if curriculum is None:
         return [(first, None)]
     return [
@@ -258,7 +257,7 @@ def _is_listed(field: Field) -> bool:
 
 
 def _is_left_to_start(dotted: str, now: str) -> bool:
-    """Return whether the start chooses a value (`kernel_choice.py` and `earlier_versions.py`)."""
+    """Return whether the start chooses a value (`kernel_choice.py` and `resume.py`)."""
     if dotted == "optimizer.muon_fp32_matmul_prec":
         return now == '"auto"'
     return dotted.startswith("kernels.") and now in ("null", '["by-gpu"]')

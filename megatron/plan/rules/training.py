@@ -4,11 +4,9 @@ import itertools
 from collections.abc import Iterator
 
 from megatron.base.errors import ConfigError
-from megatron.config.config_with_origin import ConfigWithOrigin
-from megatron.config.fields import all_fields
+from megatron.config.fields import ConfigWithOrigin, all_fields
 from megatron.config.tree import Config
-from megatron.plan.rules.contexts import PlanContext
-from megatron.plan.rules.finding import Finding, error, warning
+from megatron.plan.rules.finding import Finding, PlanContext, error, warning
 from megatron.schedule.clock import parse_duration
 
 _ROLLBACK = "--spike-guard rollback"

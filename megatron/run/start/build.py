@@ -19,29 +19,27 @@ from megatron.config.compare import format_warnings
 from megatron.config.tree import Config
 from megatron.data.epochs import measure_training_data
 from megatron.engine.base import Engine, skip_waiting
-from megatron.engine.kind import BuildEngine, EngineKind
-from megatron.engine.native_kind import NATIVE
+from megatron.engine.kind import NATIVE, BuildEngine, EngineKind
 from megatron.observe.log_line import format_saved_checkpoint_line
 from megatron.observe.timers import Timers
 from megatron.parallel.launcher import LaunchedWorld, read_ranks_per_node
 from megatron.parallel.mesh import Mesh, build_mesh
 from megatron.parallel.ranks import Ranks
 from megatron.parallel.rendezvous import choose_device
+from megatron.parallel.roll_call import RollCall
 from megatron.plan.run_plan import Plan
 from megatron.run.clock import RunClock, StepClock
 from megatron.run.exits import Exits
-from megatron.run.host_memory import require_host_memory
 from megatron.run.loop import check_invariants
-from megatron.run.parts import Exporter, Parts
+from megatron.run.parts import Exporter, Guard, Parts
 from megatron.run.report import Reporter
 from megatron.run.run import Run
 from megatron.run.start.data_files import DataFiles
-from megatron.run.start.earlier_versions import keep_earlier_choices
-from megatron.run.start.job import Job, confirm_job
+from megatron.run.start.job import Job, confirm_job, select_checkpoint_config
 from megatron.run.start.kernel_choice import choose_run_kernels
-from megatron.run.start.launch import Launch
+from megatron.run.start.launch import Launch, require_host_memory
 from megatron.run.start.open_data import check_small_files, open_data
-from megatron.run.start.resume import record_for_resume
+from megatron.run.start.resume import keep_earlier_choices, record_for_resume
 from megatron.run.start.start_table import get_device_name, print_start
 
 _BYTES_OF_PARAMETER = 4
@@ -140,7 +138,28 @@ def load_engine(
     return damaged
 
 
-def divide_ranks(plan: Plan, ranks: Ranks, world: LaunchedWorld, timers: Timers) -> Mesh:
+def open_store(launch: Launch, ranks: Ranks) -> Store:
+    """Open where the checkpoints are kept, and complete a rollback that was interrupted.
+
+    All ranks call it together. No run starts from a folder that is half rolled back.
+
+    Raises:
+        MegatronError: On every rank. The store cannot be used, or the folder not be rolled back.
+    """
+    store = launch.parts.build_store(select_checkpoint_config(launch.config), ranks)
+    store.open()
+    if launch.parts.load_guard().finish_interrupted_rollback(launch.config, ranks, ranks.log):
+        store.open()
+    return store
+
+
+def divide_ranks(
+    plan: Plan,
+    ranks: Ranks,
+    world: LaunchedWorld,
+    timers: Timers,
+    roll_call: RollCall | None = None,
+) -> Mesh:
     """Divide the ranks, which have joined, into the groups of the plan's grid.
 
     Args:
@@ -148,9 +167,10 @@ def divide_ranks(plan: Plan, ranks: Ranks, world: LaunchedWorld, timers: Timers)
         ranks: All ranks.
         world: What the launcher set.
         timers: They time the collectives.
+        roll_call: It then names the ranks by their coordinates.
     """
     parallel = plan.config.parallel
-    return build_mesh(
+    mesh = build_mesh(
         plan.grid,
         choose_device(world.local_rank),
         sequence_parallel=parallel.sequence_parallel,
@@ -163,6 +183,9 @@ def divide_ranks(plan: Plan, ranks: Ranks, world: LaunchedWorld, timers: Timers)
         control=ranks.group,
         progress=ranks.progress,
     )
+    if roll_call is not None:
+        roll_call.use_names(mesh.names)
+    return mesh
 
 
 def build_timers(world: LaunchedWorld) -> Timers:
@@ -344,6 +367,10 @@ def build_run(
     print_start(job, mesh, engine, sources, uses, reporter, saver)
     # This comes after the comparison with the checkpoint's records, which it overwrites.
     record_for_resume(state, plan)
+    # An evaluation has no steps to judge.
+    guard = Guard()
+    if config.guard.is_on and not config.batch.eval_only:
+        guard = parts.load_guard().build(plan, state, mesh, reporter.log)
     run = Run(
         plan=plan,
         mesh=mesh,
@@ -361,7 +388,7 @@ def build_run(
         stragglers=parts.build_stragglers(plan, mesh, engine.stages, timers.blocks),
         replay=parts.build_replay(plan, mesh, engine, reporter.log),
         exporter=exporter,
-        guard=parts.load_guard().build(plan, state, mesh, reporter.log),
+        guard=guard,
         training_data=uses,
     )
     check_invariants(run)

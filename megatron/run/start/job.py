@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import CheckpointError, ConfigError
+from megatron.base.plain_text import is_url
 from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.start import (
     choose_own_run,
@@ -23,7 +24,6 @@ from megatron.checkpoint.start import (
 from megatron.config.batch import BatchConfig
 from megatron.config.checkpoint import CheckpointConfig, resolve_place
 from megatron.config.tree import Config
-from megatron.config.url import is_url
 from megatron.observe.log_line import format_kill_switch_line
 from megatron.parallel.launcher import read_ranks_per_node
 from megatron.parallel.ranks import Ranks
@@ -31,9 +31,7 @@ from megatron.plan.record import record_plan, restore_plan
 from megatron.plan.resolve import resolve
 from megatron.plan.rules.finding import refuse_errors
 from megatron.plan.run_plan import Plan
-from megatron.run.parts import PartsContext, check_parts
-from megatron.run.start.launch import Launch
-from megatron.run.start.refusals import check_plan
+from megatron.run.start.launch import Launch, check_plan
 from megatron.run.start.resume import (
     choose_curriculum,
     choose_loss_mean,
@@ -42,7 +40,7 @@ from megatron.run.start.resume import (
     read_bare_thresholds,
 )
 from megatron.run.state import TrainState
-from megatron.tokenizer import fetch_missing_tokenizer
+from megatron.tokenizer.vocabulary import fetch_missing_tokenizer
 
 _SEARCH = "looking for the checkpoint to start from"
 
@@ -185,7 +183,7 @@ def resolve_job(launch: Launch, checkpoint: Checkpoint | None) -> Job:
             f"--eval-only: --load {config.checkpoint.load} contains no checkpoint to evaluate"
         )
     # Other programs may call `pretrain` without the checks before the import of torch.
-    refuse_errors(check_parts(PartsContext(config, launch.parts)))
+    refuse_errors(launch.parts.find_missing(config))
     # Fine-tuning is a new run, which takes only the weights of the checkpoint.
     # The plan depends on the position, because its end is counted from there.
     state = build_starting_state(checkpoint, config)

@@ -11,13 +11,12 @@ from typing import Any, get_args
 import torch
 
 from megatron.config.fields import all_fields
-from megatron.config.kernels import AttentionBackend, KernelsConfig
+from megatron.config.kernels import SWITCHES, AttentionBackend, KernelsConfig
 from megatron.engine.kind import EngineKind
 from megatron.parallel.ranks import Ranks
 from megatron.plan.kernel_choice import (
     CPU,
     ROCM,
-    SWITCHES,
     KernelChoice,
     KernelDevice,
     apply_kernel_choice,

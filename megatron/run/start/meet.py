@@ -4,31 +4,73 @@ Rank 0's configuration is the run's. A rank whose own command line, YAML file, s
 engine, code version or source files differ is named before anything is read for the run.
 """
 
+import contextlib
 import json
 import os
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
+import torch.utils.deterministic
 
 from megatron.base.code_version import compute_file_digests, get_code_version
 from megatron.base.errors import ConfigError, LayoutError
 from megatron.checkpoint.digest import digest_of_text
 from megatron.config.compare import compute_config_digest, list_config_differences, load_yaml
-from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.fields import ConfigWithOrigin
 from megatron.config.tree import Config
 from megatron.config.yaml_file import dump_yaml
-from megatron.engine.deterministic import choose_deterministic_kernels
-from megatron.engine.kind import EngineKind
-from megatron.engine.native_kind import NATIVE
+from megatron.engine.kind import NATIVE, EngineKind
 from megatron.parallel.messages import gather_json
-from megatron.parallel.rank_state import FLIGHT_RECORDER_ENTRIES
-from megatron.parallel.ranks import Ranks
+from megatron.parallel.rank_progress import FLIGHT_RECORDER_ENTRIES
+from megatron.parallel.ranks import Ranks, build_roll_call
 from megatron.parallel.rendezvous import build_control_group, choose_device, start_process_group
+from megatron.parallel.roll_call import RollCall
 from megatron.plan.rules.finding import refuse_errors
 from megatron.plan.rules.numbers import check_ranges
+from megatron.run.start.job import select_checkpoint_config
 from megatron.run.start.launch import Launch
 
+
+def choose_deterministic_kernels() -> None:
+    """Let torch, cuBLAS and NCCL compute the same bits each time, in this process.
+
+    Some CUDA kernels add up numbers with atomic operations, in an order that changes from call to
+    call. The backward passes of flash and memory-efficient attention are the most important ones.
+    torch has slower kernels for most of them.
+
+    Call it before the first GPU kernel and before the process group starts.
+    """
+    # cuBLAS reads it when it starts. Without a workspace of its own, each stream may get another
+    # size, and with it another kernel.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # NCCL chooses an algorithm by measured times, and reductions within the switches (NVLS) add up
+    # in any order. The ring has a fixed one.
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    # An operator without a deterministic kernel raises an error.
+    torch.use_deterministic_algorithms(True)
+    # torch would fill each new tensor, also those that are overwritten next.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 _NAMED_FILES = 5
+
+
+def name_lost_ranks(
+    launch: Launch, ranks: Ranks
+) -> contextlib.AbstractContextManager[RollCall | None]:
+    """Return a context in which a rank that is lost is named, or that hangs with --hang-timeout.
+
+    Without it, the others would only report that a collective has failed. See `build_roll_call`.
+    """
+    parallel = launch.config.parallel
+    saving = select_checkpoint_config(launch.config).save_folder
+    return build_roll_call(
+        ranks,
+        parallel.distributed_timeout_minutes,
+        hang_timeout=parallel.hang_timeout,
+        load_watchdog=lambda: launch.parts.load_watchdog(saving),
+    )
 
 
 def check_agreement(launch: Launch, ranks: Ranks) -> None:

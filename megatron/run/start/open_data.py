@@ -15,14 +15,14 @@ from megatron.data.content import digest_of_file
 from megatron.data.documents import DocumentRules
 from megatron.data.indexed import get_bin_path, get_idx_path
 from megatron.data.registry import DatasetRegistry
-from megatron.data.source import BatchSlice, Sources
-from megatron.data.source_kind import OpenIndexed, SourceKind, SourceRequest
+from megatron.data.source import BatchSlice, OpenIndexed, SourceKind, SourceRequest, Sources
 from megatron.data.tokenizer_record import check_tokenizers_of_data
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.ranks import PATIENCE_SECONDS, Ranks
 from megatron.plan.run_plan import Plan
 from megatron.run.state import TrainState
-from megatron.tokenizer import build_tokenizer, compute_tokenizer_digests, find_tokenizer_files
+from megatron.tokenizer.build import build_tokenizer
+from megatron.tokenizer.vocabulary import compute_tokenizer_digests, find_tokenizer_files
 
 _SAME_FILES = (
     "All ranks must read the same files. Copy the right file to that host, or mount one file "

@@ -1,13 +1,17 @@
-"""Differences between the command line and the checkpoint: which are allowed, and what applies."""
+"""Differences between the command line and the checkpoint: which are allowed, and what applies.
 
+The defaults of the version that wrote the checkpoint may have been others (`keep_earlier_choices`).
+"""
+
+from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from megatron.checkpoint.load import Checkpoint, compare_models
-from megatron.config.config_with_origin import LoadedConfig
+from megatron.config.fields import LoadedConfig
 from megatron.config.loss import FOREIGN_ORIGIN, LOSS_MEAN
 from megatron.config.tree import Config
-from megatron.plan.rules.contexts import ResumeContext
 from megatron.plan.rules.finding import (
+    ResumeContext,
     apply_rules,
     error,
     list_errors,
@@ -21,7 +25,7 @@ from megatron.run.state import TrainState
 from megatron.schedule.batch_size import bare_thresholds_as_samples, step_entries
 from megatron.schedule.lr import LRSchedule
 from megatron.schedule.skip import SkipRange
-from megatron.tokenizer import compute_tokenizer_digests
+from megatron.tokenizer.vocabulary import compute_tokenizer_digests
 
 
 def read_bare_thresholds(config: Config, saved: Config) -> tuple[Config, list[str]]:
@@ -154,3 +158,34 @@ def record_for_resume(state: TrainState, plan: Plan) -> None:
     state.skip_ranges = [list(r) for r in plan.skip_ranges]
     # If the files are not on this machine, the checkpoint's digests are kept for later resumes.
     state.tokenizer = compute_tokenizer_digests(plan.config.tokenizer) or state.tokenizer
+
+
+_MASKS = "philox"
+"""Name of the masks of `megatron/parallel/rng.py`. Earlier versions recorded none."""
+
+
+def keep_earlier_choices(
+    plan: Plan, state: TrainState, saved: Config | None, log: Callable[[str], None]
+) -> Plan:
+    """Return the plan with the checkpoint's choices where the run's are left to the trainer.
+
+    Args:
+        plan: The plan of the run.
+        state: The state of the run. The name of its masks is recorded there.
+        saved: The configuration of the checkpoint, or None for a new run.
+        log: Prints a line of the log.
+    """
+    continues = saved is not None and state.iteration > 0
+    if continues and plan.config.model.has_dropout and state.dropout_masks != _MASKS:
+        log(
+            "dropout draws other masks from here on than the version that wrote the checkpoint: "
+            "they no longer depend on the layout"
+        )
+    state.dropout_masks = _MASKS
+    if saved is None or not continues:
+        return plan
+    optimizer = plan.config.optimizer
+    if optimizer.muon_fp32_matmul_prec == "auto":
+        kept = saved.optimizer.muon_fp32_matmul_prec
+        optimizer = replace(optimizer, muon_fp32_matmul_prec=kept)
+    return replace(plan, config=replace(plan.config, optimizer=optimizer))

@@ -24,6 +24,8 @@ class Method(StrEnum):
     """`tools/verify.py --compare`. `expected` is the first number that differs."""
     TYPES = "types of tensors over ranks"
     """`tools/verify.py --types`. `expected` is the part of the model that the message names."""
+    MODEL = "comparison with transformers"
+    """Logits and all gradients of a model of this class. `expected` is what differs."""
     REPLAY = "a microbatch computed twice"
     """`--replay-interval`. `expected` is a part of the error of the run."""
 
@@ -577,5 +579,56 @@ ERRORS = (
         "2025-07-11",
         Method.COPY,
         "samples",
+    ),
+    KnownError(
+        "context parallelism drops the sinks",
+        REST,
+        "NVIDIA/TransformerEngine#3551",
+        "context parallelism",
+        "Attention that sends keys from rank to rank did not pass the sinks of its heads to the "
+        "kernel. The combination was refused before (#2541).",
+        "Results were those without sinks, and their gradients were zero.",
+        None,
+        "found and corrected 2026-09-20, behind a refusal",
+        Method.COPY,
+        "loss",
+    ),
+    KnownError(
+        "the gradient norm has the sinks of the first tensor rank only",
+        "Megatron-LM",
+        f"{MEGATRON}#7452",
+        "tensor parallelism",
+        "Sinks are different on each tensor rank, and the gradient norm had those of the first.",
+        "A review found it. No run is named.",
+        None,
+        "reported 2026-09",
+        Method.COPY,
+        "parts of the norm",
+    ),
+    KnownError(
+        "leave out the gradient of the factor",
+        "torchtitan",
+        f"{TITAN}#4796",
+        "attention sinks",
+        "The variable-length kernel has no gradient of its logsumexp, from which the factor of the "
+        "sinks comes.",
+        "Gradients of queries and keys of gpt-oss were incomplete; with one visible key they were "
+        "zero.",
+        "2026-06-16, with the kernel",
+        "2026-09-19",
+        Method.MODEL,
+        "weights",
+    ),
+    KnownError(
+        "add the sink to the logits",
+        "Hugging Face (transformers, accelerate)",
+        "huggingface/transformers#41083",
+        "attention sinks",
+        "FlexAttention applied the sinks by changing scores, which come before the softmax.",
+        "It crashed if there were sinks (#41026).",
+        None,
+        "2025-09",
+        Method.MODEL,
+        "sinks",
     ),
 )

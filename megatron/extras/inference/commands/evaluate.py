@@ -36,7 +36,7 @@ from megatron.extras.inference.scoring.likelihood import Scorer, TextLoss
 from megatron.extras.inference.scoring.tasks import find_tasks, harden_manager, select_metrics
 from megatron.parallel.mesh import Mesh
 from megatron.plan.rules.finding import Finding, apply_rules, error, refuse_errors
-from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.build import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,17 @@ The last form divides a model that does not fit on one device. A checkpoint of a
 can be loaded in each form.
 """
 
+import io
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.base.errors import ConfigError
+from megatron.base.errors import ConfigError, DataError
+from megatron.base.outside_file import load_text, parse_json
 from megatron.base.plain_text import print_line, print_to_stderr
+from megatron.config.data import TokenizerConfig
 from megatron.console.parse import parse_arguments
 from megatron.console.run_on_ranks import run_on_ranks
 from megatron.extras.inference.commands.loaded_model import ModelArguments, load
@@ -30,18 +33,152 @@ from megatron.extras.inference.generate.generation import (
     generate,
 )
 from megatron.extras.inference.generate.load import store_for_single_prompts
-from megatron.extras.inference.generate.prompts import (
-    check_text,
-    prepare_input,
-    read_line,
-    read_prompts,
-)
 from megatron.extras.inference.generate.sampling import SamplingOptions, check_sampling
-from megatron.extras.samples.chat.session import ChatSession
+from megatron.extras.samples.chat.template import (
+    load_chat_template,
+    read_special_tokens,
+    remove_tags,
+)
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import broadcast_json
 from megatron.parallel.ranks import Work
 from megatron.plan.rules.finding import Finding, error, refuse_errors
+from megatron.tokenizer.build import Tokenizer
+
+
+class ChatSession:
+    """Makes prompts of questions. With a history, each follows the earlier turns."""
+
+    def __init__(
+        self, config: TokenizerConfig, tokenizer: Tokenizer, file: str | None, *, history: bool
+    ) -> None:
+        """Load the template, and let texts have special tokens.
+
+        Args:
+            config: Settings of the tokenizer.
+            tokenizer: The tokenizer. A text that spells a special token has it from now on.
+            file: The template. None: the tokenizer's own.
+            history: Whether questions belong together.
+
+        Raises:
+            ConfigError: There is no template, or the tokenizer has no special tokens.
+        """
+        # A prompt has the special tokens of its template.
+        read_special_tokens(tokenizer)
+        self._template = load_chat_template(config, file)
+        self._history = history
+        self._messages: list[dict[str, str]] = []
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """The text that ends an answer, or nothing if only the end of a document does."""
+        # A template may end the text after the turn. A turn ends at its first line.
+        end = self._template.probe.after.strip().partition("\n")[0]
+        return tuple(filter(None, [end]))
+
+    def make_prompts(self, questions: Sequence[str]) -> list[str]:
+        """Return the prompt of each question.
+
+        Raises:
+            ConfigError: The template refuses one.
+        """
+        try:
+            return [
+                remove_tags(self._template.render([*self._messages, ask(question)], prompt=True))
+                for question in questions
+            ]
+        except DataError as error:
+            raise ConfigError(str(error)) from error
+
+    def keep(self, question: str, answer: str) -> None:
+        """Remember an answer, if there is a history."""
+        # The prompts of a file are independent questions.
+        if self._history:
+            self._messages += [ask(question), {"role": "assistant", "content": answer}]
+
+
+def ask(question: str) -> dict[str, str]:
+    """Return the message of a question."""
+    return {"role": "user", "content": question}
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Return the prompts of a file. Empty lines are left out.
+
+    Raises:
+        ConfigError: The file cannot be read, has no prompt, is not UTF-8, or has a line of another
+            form.
+    """
+    try:
+        lines = load_text(path).split("\n")
+    except OSError as error:
+        raise ConfigError(f"--prompt-file {path} cannot be read: {error.strerror}") from error
+    if path.suffix == ".jsonl":
+        prompts = list(_parse_objects(path, lines))
+    else:
+        prompts = [line.rstrip("\r") for line in lines if line.strip()]
+    if not prompts:
+        raise ConfigError(f"--prompt-file {path} has no prompt; give one a line")
+    return prompts
+
+
+def _parse_objects(path: Path, lines: Sequence[str]) -> Iterator[str]:
+    """Yield the prompts of a .jsonl file.
+
+    Raises:
+        ConfigError: A line has another form.
+    """
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            prompt = parse_json(line)["prompt"]
+        except (ValueError, KeyError, TypeError):
+            prompt = None
+        if not isinstance(prompt, str):
+            raise ConfigError(
+                f'--prompt-file {path}: line {number} must have the form {{"prompt": "a text"}}'
+            )
+        yield prompt
+
+
+def check_text(text: str, name: str) -> None:
+    """Check that a prompt is UTF-8 text. Other bytes were decoded as halves of surrogate pairs.
+
+    Raises:
+        ConfigError: It is not. The message starts with `name`.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{name} is not UTF-8 text: character {error.start + 1} is {text[error.start]!r}; give "
+            "valid text"
+        ) from error
+
+
+def prepare_input() -> None:
+    """Decode bytes of standard input that are not UTF-8 as halves of surrogate pairs.
+
+    Raises:
+        ConfigError: There is no standard input.
+    """
+    # It is None if the file descriptor is closed.
+    if sys.stdin is None:
+        raise ConfigError("--interactive reads standard input, which is closed; use --prompt")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
+
+
+def read_line() -> str | None:
+    """Return a line of standard input without its end, or None after the last one."""
+    if sys.stdin.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)
+    line = sys.stdin.readline()
+    if not line:
+        return None
+    return line.rstrip("\r\n")
+
 
 _BETWEEN_TEXTS = "---"
 _ROUND_SECONDS = 0.2

@@ -18,11 +18,11 @@ from megatron.extras.inference.generate.staged_model import StagedModel
 from megatron.extras.interop.inspection.verification import ensure_undisturbed
 from megatron.extras.object_store.addresses import open_source
 from megatron.parallel.mesh import Mesh
-from megatron.plan.rules.contexts import TokenizerContext
-from megatron.plan.rules.finding import refuse_errors
+from megatron.plan.rules.finding import TokenizerContext, refuse_errors
 from megatron.plan.rules.resume import check_tokenizer
 from megatron.run.state import TrainState
-from megatron.tokenizer import Tokenizer, build_tokenizer, fetch_missing_tokenizer
+from megatron.tokenizer.build import Tokenizer, build_tokenizer
+from megatron.tokenizer.vocabulary import fetch_missing_tokenizer
 
 
 @dataclass(frozen=True)

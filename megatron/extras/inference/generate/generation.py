@@ -14,7 +14,7 @@ from megatron.base.errors import ConfigError
 from megatron.extras.inference.generate.cached_model import CachedModel
 from megatron.extras.inference.generate.sampling import Sampler, SamplingOptions
 from megatron.extras.inference.generate.staged_model import StagedModel
-from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.build import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 """What decoders give for the bytes of an incomplete character."""

@@ -18,7 +18,7 @@ from megatron.base.errors import ConfigError, LayoutError
 from megatron.checkpoint.finite import describe_not_finite, refuse_not_finite
 from megatron.checkpoint.folder import locate_checkpoint
 from megatron.checkpoint.load import Checkpoint
-from megatron.config.config_with_origin import ConfigWithOrigin
+from megatron.config.fields import ConfigWithOrigin
 from megatron.config.parallel import ParallelConfig
 from megatron.config.tree import Config
 from megatron.extras.inference.generate.staged_model import StagedModel
@@ -28,15 +28,15 @@ from megatron.model.partition import Stage, partition
 from megatron.model.shape import ModelShape
 from megatron.parallel.grid import Grid
 from megatron.parallel.launcher import read_launcher_world
-from megatron.parallel.layers import ParameterSpec
 from megatron.parallel.mesh import Mesh, TensorParallel, build_mesh
 from megatron.parallel.messages import gather_json
+from megatron.parallel.parameter_spec import ParameterSpec
 from megatron.parallel.ranks import Ranks, build_roll_call
 from megatron.parallel.rendezvous import build_control_group, choose_device, start_process_group
 from megatron.parallel.shard import TensorShard
 from megatron.plan.rules.finding import list_errors
 from megatron.plan.rules.layout import check_tensor_parallel
-from megatron.tokenizer import compute_padded_vocab_size
+from megatron.tokenizer.vocabulary import compute_padded_vocab_size
 
 
 def load_model(

@@ -17,14 +17,14 @@ from torch import Tensor
 from megatron.base.errors import ConfigError, MegatronError, TrainingError
 from megatron.config.tree import Config
 from megatron.engine.base import Engine
-from megatron.extras.inference.scoring.in_loop import EngineScorer, PackedRequests
+from megatron.extras.inference.scoring.likelihood import EngineScorer, PackedRequests
 from megatron.extras.inference.scoring.tasks import find_tasks
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import broadcast_integers
 from megatron.parallel.ranks import Ranks
 from megatron.plan.run_plan import Plan
 from megatron.run.parts import Tasks
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.build import build_tokenizer
 
 if TYPE_CHECKING:
     from megatron.extras.inference.scoring.fixed_tasks import FixedTasks

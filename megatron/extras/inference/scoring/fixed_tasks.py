@@ -19,10 +19,9 @@ from torch import Tensor
 
 from megatron.base.errors import ConfigError
 from megatron.extras.inference.scoring.harness import TextLM
-from megatron.extras.inference.scoring.in_loop import RequestPacker
-from megatron.extras.inference.scoring.likelihood import iterate_windows
+from megatron.extras.inference.scoring.likelihood import RequestPacker, iterate_windows
 from megatron.extras.inference.scoring.tasks import harden_manager, select_metrics
-from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.build import Tokenizer
 
 _Key = tuple[str, tuple[Any, ...]]
 """Kind and texts of a request of the harness."""

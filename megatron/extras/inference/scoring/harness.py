@@ -16,7 +16,7 @@ from megatron.extras.inference.generate.sampling import SamplingOptions, check_s
 from megatron.extras.inference.generate.staged_model import StagedModel
 from megatron.extras.inference.scoring.likelihood import Scorer, iterate_windows
 from megatron.plan.rules.finding import refuse_errors
-from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.build import Tokenizer
 
 _NEW_TOKENS = 256
 """Tokens that are generated if a task does not say how many."""

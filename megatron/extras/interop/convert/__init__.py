@@ -2,9 +2,8 @@
 
 `architectures` has a table for each architecture of Hugging Face. `export`, `importing` and
 `compare` read the same table, through `fields` and `tensors`. `hf_export` exports while a run
-trains. `foreign_import` imports checkpoints of other trainers, which `from_megatron` and
-`from_trainer` open. `unpickle` reads their pickles without running code. `tokenizer_files`
-converts tokenizers.
+trains. `from_megatron` and `from_trainer` open checkpoints of other trainers. `unpickle` reads
+their pickles without running code. `tokenizer_files` converts tokenizers.
 
 Invariant: a folder gets its final name only after the comparison.
 """

@@ -5,13 +5,20 @@ are those of this trainer, and "their" names are those of `transformers`.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torch import Tensor
+
 from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
-from megatron.extras.interop.convert.expert_fields import ExpertFields, ExpertNames, NoExperts
+from megatron.extras.interop.convert.expert_fields import (
+    ExpertFields,
+    ExpertNames,
+    NoExperts,
+    StackedExpertNames,
+)
 from megatron.extras.interop.convert.fields import (
     Biases,
     Cases,
@@ -64,6 +71,14 @@ class Architecture:
     """Further fields of config.json, each with its only supported value."""
     experts: ExpertNames | None = None
     """Their names of the experts. None: the class has none."""
+
+    def join(
+        self, tensors: Iterable[tuple[str, Tensor]], model: ModelConfig
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and tensors as files have them. See `ExpertNames.join`."""
+        if self.experts is None or model.num_experts is None:
+            return iter(tensors)
+        return self.experts.join(tensors, model.num_experts)
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Return the fields of config.json that describe a model of this trainer.
@@ -118,6 +133,7 @@ _NO_QK_NORM = {"qk_norm": None}
 _ONE_STREAM = {"parallel_residual": False, "embed_layernorm": False}
 _EVERY_TOKEN = {"sliding_window": None, "full_attention_layers": None}
 _EVERY_ROPE = {"no_rope_layers": None}
+_NO_SINKS = {"softmax_type": "vanilla"}
 _RMS = {"normalization": "RMSNorm", "norm_bias": True}
 _LAYER_NORM = {"normalization": "LayerNorm", "norm_bias": True}
 _NO_LEARNED_TABLE = {"max_position_embeddings": None}
@@ -177,6 +193,7 @@ def _make_llama_like(
     constants: Mapping[str, float] | None = None,
     hf_fields: Mapping[str, Any] | None = None,
     experts: tuple[ExpertFields, ExpertNames] | None = None,
+    softmax: Mapping[str, Any] = _NO_SINKS,
 ) -> Architecture:
     """Return an architecture with the names of Llama, and its sizes beside `pairs`."""
     mlp: tuple[Pair, ...] = (Same("ffn_hidden_size", "intermediate_size"), NoExperts())
@@ -188,7 +205,7 @@ def _make_llama_like(
     return Architecture(
         model_type,
         class_name,
-        (*_LLAMA_SIZES, *mlp, *pairs),
+        (*_LLAMA_SIZES, *mlp, *pairs, Needed(softmax)),
         modules,
         "model.layers",
         _LLAMA_QKV,
@@ -338,6 +355,23 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             ExpertNames("w1", "w3", "w2", "block_sparse_moe"),
         ),
     ),
+    _make_llama_like(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        HeadDim(),
+        Rope(),
+        Windows(always=True),
+        Needed(_GATED | {"glu_activation": "clamped_swiglu"}),
+        Biases(mlp=True),
+        Needed(_INPUT_NORM | _NO_QK_NORM | _EVERY_ROPE),
+        softmax={"softmax_type": "learnable"},
+        modules=_LLAMA_MODULES | {"attention.sink": "self_attn.sinks"},
+        hf_fields={"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        experts=(
+            ExpertFields("num_local_experts", "num_experts", normalised=True),
+            StackedExpertNames(),
+        ),
+    ),
     Architecture(
         "gpt2",
         "GPT2LMHeadModel",
@@ -362,7 +396,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             ),
             _ALL_BIASES,
             Needed(_LAYER_NORM | _PLAIN_MLP | _INPUT_NORM | _NO_QK_NORM),
-            Needed(_ONE_STREAM | _EVERY_TOKEN | _NO_ROTATION),
+            Needed(_ONE_STREAM | _EVERY_TOKEN | _NO_ROTATION | _NO_SINKS),
             Needed({"position_embedding_type": "absolute"}),
         ),
         {
@@ -408,7 +442,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             _ALL_BIASES,
             Needed(_LAYER_NORM | _PLAIN_MLP | _INPUT_NORM | _NO_QK_NORM),
             Needed({"activation": "gelu", "bias_gelu_fusion": True}),
-            Needed(_EVERY_TOKEN | _NO_ROTATION | _NO_LEARNED_TABLE),
+            Needed(_EVERY_TOKEN | _NO_ROTATION | _NO_LEARNED_TABLE | _NO_SINKS),
             Needed({"embed_layernorm": True, "parallel_residual": False}),
             Needed({"position_embedding_type": "alibi"}),
         ),
@@ -458,7 +492,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             ),
             Needed(_LAYER_NORM | _PLAIN_MLP | _INPUT_NORM | _NO_QK_NORM),
             Biases(mlp=True),
-            Needed(_EVERY_TOKEN | _EVERY_ROPE),
+            Needed(_EVERY_TOKEN | _EVERY_ROPE | _NO_SINKS),
             Needed(_ROTARY | {"embed_layernorm": False}),
         ),
         {
@@ -479,10 +513,6 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     ),
 )
 """All architectures. The first one that can express a model is written."""
-
-
-_REASONS = {"gpt_oss": ": its attention has sinks, which this trainer does not have"}
-"""Classes that users may expect here -> why they are refused."""
 
 
 def choose_architecture(model: ModelConfig, wanted: str | None = None) -> Architecture:
@@ -530,5 +560,4 @@ def find_architecture(model_type: str) -> Architecture:
         if architecture.model_type == model_type:
             return architecture
     known = ", ".join(each.model_type for each in ARCHITECTURES)
-    reason = _REASONS.get(model_type, "")
-    raise ConfigError(f"model_type {model_type} is not supported{reason}; supported are {known}.")
+    raise ConfigError(f"model_type {model_type} is not supported; supported are {known}.")

@@ -6,8 +6,8 @@ from pathlib import Path
 from megatron.base.errors import ConfigError
 from megatron.checkpoint.load import Checkpoint
 from megatron.config.data import DataConfig
+from megatron.data.blend import parse_shares
 from megatron.data.phases import read_phases, use_phase
-from megatron.data.shares import parse_shares
 from megatron.data.splits import find_train_mixture
 from megatron.extras.interop.convert.compare import Comparison
 from megatron.model.flops import count_parameters

@@ -376,7 +376,7 @@ def _load_hf_model(
         pairs: The tensors to load.
         numbers: Layer of the folder -> layer of the model.
     """
-    tensors = _name_hf_tensors(hf, pairs, numbers)
+    tensors = hf.architecture.join(_name_hf_tensors(hf, pairs, numbers), hf.model)
     if hf.architecture.experts is not None:
         return _load_with_experts(made, dict(tensors))
     parameters = dict(made.named_parameters())

@@ -2,9 +2,12 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
@@ -12,9 +15,9 @@ from megatron.extras.interop.convert.fields import describe_expert_layers, descr
 from megatron.model.shape import ModelShape
 
 _DEFAULTS = {
-    field.name: field.default
-    for field in dataclasses.fields(ModelConfig)
-    if field.name == "num_experts" or field.name.startswith("moe_")
+    each.name: each.default
+    for each in dataclasses.fields(ModelConfig)
+    if each.name == "num_experts" or each.name.startswith("moe_")
 }
 """Each field of `ModelConfig` about experts -> its default."""
 _READ = {
@@ -134,6 +137,29 @@ class ExpertFields:
 
 
 @dataclass(frozen=True)
+class ExpertPart:
+    """Where a tensor of files is in one that belongs to all experts, or in one of another name."""
+
+    number: int | None = None
+    """Number of the expert. None: the other tensor has the same numbers."""
+    rows: slice = field(default_factory=lambda: slice(None))
+    """Rows of the expert's matrix, whose rows are the layer's outputs."""
+    transposed: bool = False
+    """Whether the tensor of all experts has these rows as its last dimension."""
+
+    def get_shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the part of a tensor of this shape."""
+        if self.number is None:
+            return whole
+        rows, *others = reversed(whole[1:]) if self.transposed else whole[1:]
+        return (len(range(rows)[self.rows]), *others)
+
+    def take(self, own: Tensor) -> Tensor:
+        """Return the part of an expert's numbers."""
+        return (own.t() if self.transposed and own.dim() == 2 else own)[self.rows]
+
+
+@dataclass(frozen=True)
 class ExpertNames:
     """Their names of the tensors of a mixture.
 
@@ -163,7 +189,18 @@ class ExpertNames:
         """
         return f"{prefix}{self.module}.experts.{number}.{getattr(self, part)}.weight"
 
-    def divide(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, slice] | tuple[()]]:
+    def join(
+        self, tensors: Iterable[tuple[str, Tensor]], number: int
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and tensors as files have them.
+
+        Args:
+            tensors: Names and tensors, with one for each expert.
+            number: Number of experts.
+        """
+        yield from tensors
+
+    def divide(self, name: str, shape: tuple[int, ...]) -> dict[str, ExpertPart]:
         """Return the tensors of files that one tensor of a model in memory has.
 
         Args:
@@ -171,7 +208,7 @@ class ExpertNames:
             shape: Its shape.
 
         Returns:
-            Name in files -> index of its numbers in the tensor. It is empty for a tensor that has
+            Name in files -> where its numbers are in the tensor. It is empty for a tensor that has
             the same name in both.
         """
         if match := re.fullmatch(r"(.*\.|)mlp\.experts\.(gate_up_proj|down_proj)", name):
@@ -185,10 +222,68 @@ class ExpertNames:
             if kind == "gate_up_proj":
                 parts = {"gate": slice(0, rows // 2), "up": slice(rows // 2, rows)}
             return {
-                self.name_matrix(prefix, number, part): (number, own)
+                self.name_matrix(prefix, number, part): ExpertPart(number, own)
                 for number in range(shape[0])
                 for part, own in parts.items()
             }
         if self.module != "mlp" and (match := re.fullmatch(r"(.*\.|)mlp\.gate\.weight", name)):
-            return {f"{match[1]}{self.module}.gate.weight": ()}
+            return {f"{match[1]}{self.module}.gate.weight": ExpertPart()}
         return {}
+
+
+@dataclass(frozen=True)
+class StackedExpertNames(ExpertNames):
+    """Names of a class whose files have one tensor for all experts, as in gpt-oss.
+
+    Matrices are [E, in, out]. The outputs of gate and up alternate. A file in MXFP4 has [E, out,
+    in] in two tensors, which `HfTensors` reads as one.
+    """
+
+    @property
+    def modules(self) -> dict[str, str]:
+        """See `ExpertNames`."""
+        return {"mlp.router": "mlp.router"}
+
+    def name_matrix(self, prefix: str, number: int, part: str) -> str:
+        """Return a name for a part of one expert. No file has it."""
+        return f"{prefix}mlp.experts.{number}.{part}"
+
+    def join(
+        self, tensors: Iterable[tuple[str, Tensor]], number: int
+    ) -> Iterator[tuple[str, Tensor]]:
+        """See `ExpertNames`. The experts of a layer are in memory at a time."""
+        found: dict[str, dict[str, list[Tensor]]] = {}
+        for name, tensor in tensors:
+            match = re.fullmatch(r"(.*\.mlp\.experts\.)\d+\.((gate|up|down)(_bias)?)", name)
+            if match is None:
+                yield name, tensor
+                continue
+            prefix, part, kind, bias = match.groups(default="")
+            name, parts = f"{prefix}down_proj{bias}", [part]
+            if kind != "down":
+                name, parts = f"{prefix}gate_up_proj{bias}", [f"gate{bias}", f"up{bias}"]
+            own = found.setdefault(name, {})
+            own.setdefault(part, []).append(tensor)
+            if sum(map(len, own.values())) == number * len(parts):
+                # [E, parts, out, ...] to [E, out parts, ...].
+                whole = torch.stack([torch.stack(own[each]) for each in parts], 2).flatten(1, 2)
+                del found[name]
+                yield name, (whole if bias else whole.transpose(1, 2)).contiguous()
+
+    def divide(self, name: str, shape: tuple[int, ...]) -> dict[str, ExpertPart]:
+        """See `ExpertNames`."""
+        match = re.fullmatch(r"(.*\.|)mlp\.experts\.(gate_up|down)_proj(_bias|_blocks|)", name)
+        if match is None:
+            return {}
+        prefix, kind, end = match.groups()
+        if len(shape) != (2 if end == "_bias" else 3):
+            return {}
+        bias = "_bias" if end == "_bias" else ""
+        parts = {f"down{bias}": slice(None)}
+        if kind == "gate_up":
+            parts = {f"gate{bias}": slice(0, None, 2), f"up{bias}": slice(1, None, 2)}
+        return {
+            self.name_matrix(prefix, number, part): ExpertPart(number, own, transposed=not end)
+            for number in range(shape[0])
+            for part, own in parts.items()
+        }

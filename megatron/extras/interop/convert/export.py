@@ -21,6 +21,7 @@ from megatron.checkpoint.load import Checkpoint
 from megatron.checkpoint.manifest import TensorIndex, collect_digests
 from megatron.checkpoint.tensor_file import TensorReader
 from megatron.config.data import TokenizerConfig
+from megatron.config.model import ModelConfig
 from megatron.config.tree import Config
 from megatron.extras.interop.convert.architectures import Architecture, choose_architecture
 from megatron.extras.interop.convert.card import write_card
@@ -31,7 +32,6 @@ from megatron.extras.interop.convert.compare import (
     compare_models,
 )
 from megatron.extras.interop.convert.fields import normalise_model
-from megatron.extras.interop.convert.folding import fold_description, fold_rows
 from megatron.extras.interop.convert.hf_files import (
     HfTensors,
     import_transformers,
@@ -42,8 +42,7 @@ from megatron.extras.interop.convert.tensors import TensorPair, pair_tensors
 from megatron.extras.interop.convert.tokenizer_files import SpecialIds, write_tokenizer
 from megatron.extras.interop.convert.writing import write_folder
 from megatron.model.shape import ModelShape
-from megatron.plan.rules.contexts import TokenizerContext
-from megatron.plan.rules.finding import list_warnings, refuse_errors
+from megatron.plan.rules.finding import TokenizerContext, list_warnings, refuse_errors
 from megatron.plan.rules.resume import check_tokenizer
 from megatron.run.state import TrainState
 
@@ -213,11 +212,12 @@ def _list_shapes(
     architecture: Architecture, config: Config, pairs: Sequence[TensorPair]
 ) -> dict[str, tuple[int, ...]]:
     """Return the shape of each of their tensors, in the order of writing."""
-    shapes: dict[str, tuple[int, ...]] = {
-        name: shape
+    empty = (
+        (name, torch.empty(shape, device="meta"))
         for pair in pairs
         for name, shape in zip(pair.hf_names, pair.hf_shapes, strict=True)
-    }
+    )
+    shapes = {name: tuple(x.shape) for name, x in architecture.join(empty, config.model)}
     return shapes | dict.fromkeys(_list_constants(architecture, config, pairs), ())
 
 
@@ -228,8 +228,10 @@ def _iterate_hf_tensors(
     read: Callable[[TensorPair], Tensor],
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, Tensor]]:
-    for pair in pairs:
-        yield from zip(pair.hf_names, pair.to_hf(read(pair)), strict=True)
+    separate = (
+        named for pair in pairs for named in zip(pair.hf_names, pair.to_hf(read(pair)), strict=True)
+    )
+    yield from architecture.join(separate, config.model)
     for name, value in _list_constants(architecture, config, pairs).items():
         yield name, torch.tensor(value, dtype=dtype)
 
@@ -328,3 +330,47 @@ def _sync(folder: Path) -> None:
             with open_regular(path) as file:
                 os.fsync(file.fileno())
     sync_folder(folder)
+
+
+_BRANCH_OUTPUTS = {
+    "input": (".attention.out.", ".mlp.down.", ".mlp.shared.down.", ".mlp.experts.down"),
+    "output": (".attention_output_norm.", ".mlp_output_norm."),
+}
+"""--norm-placement -> the last parameters of a residual branch."""
+
+
+def fold_description(model: ModelConfig) -> ModelConfig:
+    """Return the description of the model with folded weights."""
+    return replace(
+        model, parametrization="standard", base_width=None, base_depth=None, base_kv_channels=None
+    )
+
+
+def fold_rows(rows: Tensor, name: str, first: int, shape: ModelShape) -> Tensor:
+    """Return rows of a parameter, multiplied by the factor on their outputs.
+
+    Other programs have no such factors. A model of the standard parametrization with folded weights
+    computes the same function. The optimizer's settings by parameter are lost, so a training that
+    goes on there has other learning rates.
+
+    Args:
+        rows: Neighbouring rows of the complete parameter.
+        name: Name of the parameter.
+        first: Number of the first of these rows.
+        shape: Sizes of the model, with its parametrization.
+    """
+    if name.startswith("head.norm."):
+        return rows * shape.output_factor
+    # A norm after attention would undo a factor before it.
+    if any(part in name for part in _BRANCH_OUTPUTS[shape.config.norm_placement]):
+        return rows * shape.residual_factor
+    # A norm of queries undoes factors of their projection.
+    if ".attention.q_norm." in name:
+        return rows * shape.query_factor
+    if ".attention.qkv." in name and shape.config.qk_norm is None:
+        # Each group has its query heads, its key and its value.
+        heads = shape.config.num_attention_heads // shape.query_groups
+        head = torch.arange(first, first + len(rows)) // shape.head_dim % (heads + 2)
+        factors = torch.where(head < heads, shape.query_factor, 1.0)
+        return rows * factors.view(-1, *(1 for _ in rows.shape[1:]))
+    return rows

@@ -15,6 +15,7 @@ from megatron.base.errors import ConfigError
 from megatron.config.fields import all_fields
 from megatron.config.layer_choice import describe_layers
 from megatron.config.model import ModelConfig, RopeScaling
+from megatron.model.layer_parts import list_unused_fields
 from megatron.model.shape import ModelShape
 
 _FULL = "full_attention"
@@ -496,7 +497,7 @@ def normalise_model(model: ModelConfig) -> ModelConfig:
         "add_mlp_bias": shape.has_mlp_bias,
         "init_method_std": shape.init_std,
     }
-    unused: list[str] = []
+    unused = list_unused_fields(model)
     if model.rope_scaling == "yarn":
         changes["rope_attention_factor"] = shape.rope_attention_factor
     if model.position_embedding_type == "absolute":
@@ -517,13 +518,5 @@ def normalise_model(model: ModelConfig) -> ModelConfig:
     else:
         changes["moe_ffn_hidden_size"] = shape.expert_width
         changes["moe_layer_freq"] = describe_expert_layers(shape.expert_layers, model.num_layers)
-    if model.normalization == "RMSNorm":
-        # An RMSNorm has no bias.
-        unused.append("norm_bias")
-    if model.glu_activation is not None:
-        unused.append("activation")
-    # The flag chooses between two forms of GELU.
-    if model.glu_activation is not None or model.activation != "gelu":
-        unused.append("bias_gelu_fusion")
     changes |= {name: _DEFAULTS[name] for name in unused}
     return dataclasses.replace(model, **changes)

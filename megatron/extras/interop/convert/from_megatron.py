@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron and GPT-NeoX, for `foreign_import`."""
+"""Checkpoints of Megatron and GPT-NeoX, for `convert_checkpoint`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,18 +7,19 @@ import torch
 from torch import Tensor
 
 from megatron.base.errors import CheckpointError
-from megatron.config.config_with_origin import LoadedConfig
+from megatron.config.fields import LoadedConfig
 from megatron.config.model import ModelConfig
 from megatron.extras.interop.convert.megatron_args import load_run_config, make_state
 from megatron.extras.interop.convert.megatron_deepspeed import open_megatron_deepspeed
 from megatron.extras.interop.convert.megatron_lm import open_megatron_lm
 from megatron.extras.interop.convert.megatron_names import (
+    Key,
+    MegatronSource,
     MegatronTensor,
     TensorLayout,
     describe_key,
     list_megatron_tensors,
 )
-from megatron.extras.interop.convert.megatron_source import Key, MegatronSource
 from megatron.extras.interop.convert.neox_checkpoint import NeoxFolder
 from megatron.extras.interop.convert.tensors import refuse_problems
 from megatron.extras.interop.convert.writing import TensorToWrite

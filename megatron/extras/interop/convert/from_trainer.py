@@ -1,23 +1,22 @@
-"""Checkpoints of nanoGPT, llm-baselines and fms-fsdp, for `foreign_import`.
+"""Checkpoints of nanoGPT, llm-baselines and fms-fsdp, for `convert_checkpoint`.
 
 The settings of the run are written as a command line, which the tables of
 `megatron.extras.interop.translators` read as they read a user's.
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron.base.errors import CheckpointError
-from megatron.config.config_with_origin import LoadedConfig
+from megatron.config.fields import LoadedConfig
 from megatron.config.tree import Config
 from megatron.extras.interop.convert.architectures import Architecture
+from megatron.extras.interop.convert.hf_files import list_other_names
 from megatron.extras.interop.convert.tensors import (
     VOCABULARY_TENSORS,
     TensorPair,
@@ -246,16 +245,10 @@ def _check_names(
         )
         if found != size and not enough:
             problems.append(f"{name} has the shape {found}, and must have {size}")
-    for name in opened.shapes.keys() - expected.keys():
-        if any(re.fullmatch(pattern, name) for pattern in names.not_stored):
-            continue
-        if name == f"{names.modules['head']}.weight" and _is_tied(opened, names, name):
-            continue
-        problems.append(f"{name} has no part in the model that the settings describe")
+    problems += [
+        f"{name} has no part in the model that the settings describe"
+        for name in list_other_names(
+            names, opened.shapes, expected, lambda name: opened.read("weight", name)
+        )
+    ]
     refuse_problems(sorted(problems), "the settings")
-
-
-def _is_tied(opened: TrainerCheckpoint, names: Architecture, head: str) -> bool:
-    """Return whether the output matrix equals the word embedding."""
-    word = f"{names.modules['embedding.word']}.weight"
-    return torch.equal(opened.read("weight", head), opened.read("weight", word))

@@ -7,7 +7,7 @@ such a folder is run.
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.base.outside_file import SETTINGS_BYTES, check_regular, load_json
+from megatron.extras.interop.convert import mxfp4
 from megatron.extras.interop.convert.architectures import Architecture
-from megatron.extras.interop.convert.expert_fields import ExpertNames
-from megatron.extras.interop.convert.tensors import refuse_problems
+from megatron.extras.interop.convert.expert_fields import ExpertNames, ExpertPart
+from megatron.extras.interop.convert.tensors import divide_by_size, refuse_problems
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -49,8 +50,8 @@ class HfTensors:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, str] = {}
         self._dtypes: dict[str, str] = {}
-        self._whole: dict[str, tuple[str, tuple[int, slice] | tuple[()]]] = {}
-        """Name of an expert's tensor -> the tensor of all experts, and the index in it."""
+        self._whole: dict[str, tuple[str, ExpertPart]] = {}
+        """Name of an expert's tensor -> the tensor of all experts, and where it is in it."""
         for name in _find_files(folder):
             with self._open(name) as file:
                 for key in file.keys():  # noqa: SIM118 - it is no dictionary
@@ -63,10 +64,22 @@ class HfTensors:
                     self.shapes[key] = tuple(found.get_shape())
                     self._dtypes[key] = found.get_dtype()
         if experts is not None:
+            for key in [key for key in self.shapes if key.endswith(mxfp4.BLOCKS)]:
+                self._join_blocks(key)
             for key in list(self.shapes):
                 self._divide(key, experts.divide(key, self.shapes[key]))
 
-    def _divide(self, whole: str, parts: Mapping[str, tuple[int, slice] | tuple[()]]) -> None:
+    def _join_blocks(self, blocks: str) -> None:
+        """Count blocks in MXFP4 and their scales as one tensor in bf16, if they fit together."""
+        scales = blocks.removesuffix(mxfp4.BLOCKS) + mxfp4.SCALES
+        shape = self.shapes[blocks]
+        kinds = self._dtypes[blocks], self._dtypes.get(scales)
+        if kinds == ("U8", "U8") and shape == (*self.shapes[scales], mxfp4.BYTES):
+            del self.shapes[scales]
+            self.shapes[blocks] = (*shape[:-2], shape[-2] * mxfp4.NUMBERS)
+            self._dtypes[blocks] = "BF16"
+
+    def _divide(self, whole: str, parts: Mapping[str, ExpertPart]) -> None:
         """Put the tensors of experts in the place of the one that has them all.
 
         Raises:
@@ -75,18 +88,15 @@ class HfTensors:
         if not parts:
             return
         shape = self.shapes.pop(whole)
-        for name, index in parts.items():
+        for name, part in parts.items():
             if name in self.shapes:
                 raise CheckpointError(
                     f"{self._folder} has {name}, and {whole} with the same weights; keep one of "
                     "them"
                 )
-            self._whole[name] = whole, index
+            self._whole[name] = whole, part
             self._dtypes[name] = self._dtypes[whole]
-            self.shapes[name] = shape
-            if index:
-                rows = index[1].stop - index[1].start
-                self.shapes[name] = (rows, *shape[2:])
+            self.shapes[name] = part.get_shape(shape)
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
         """Return a tensor in the dtype of its file, or its rows from `rows[0]` to `rows[1] - 1`.
@@ -94,16 +104,23 @@ class HfTensors:
         Raises:
             CheckpointError: the file was removed or damaged since.
         """
-        whole, index = self._whole.get(name, (name, ()))
+        whole, part = self._whole.get(name, (name, ExpertPart()))
         with self._open(self._files[whole]) as file:
-            if index:
-                number, own = index
-                return file.get_slice(whole)[number, own]
-            name = whole
+            if part.number is not None:
+                own = file.get_slice(whole)[part.number]
+                if whole.endswith(mxfp4.BLOCKS):
+                    own = mxfp4.read_mxfp4(own, self._read_scales(whole, part.number))
+                return part.take(own)
             if rows is None:
-                return file.get_tensor(name)
+                return file.get_tensor(whole)
             begin, end = rows
-            return file.get_slice(name)[begin:end]
+            return file.get_slice(whole)[begin:end]
+
+    def _read_scales(self, blocks: str, number: int) -> Tensor:
+        """Return the scales of one expert's blocks. They may be in another file."""
+        scales = blocks.removesuffix(mxfp4.BLOCKS) + mxfp4.SCALES
+        with self._open(self._files[scales]) as file:
+            return file.get_slice(scales)[number]
 
     def describe_problem(self, name: str, shape: tuple[int, ...]) -> str | None:
         """Return why a tensor cannot be a weight of this shape. None if it can."""
@@ -248,28 +265,39 @@ def match_names(
     described = [found.describe_problem(name, expected[key]) for key, name in names.items()]
     problems = [problem for problem in described if problem is not None]
     known = set(names.values())
-    for name in sorted(found.shapes.keys() - known):
-        if any(re.fullmatch(pattern, name) for pattern in architecture.not_stored):
-            continue
-        if name == _get_head_name(architecture) and _is_equal_to_embedding(architecture, found):
-            continue
-        if _is_constant(architecture, name):
-            continue
-        problems.append(f"{name} is not known: its part of the model is not supported")
+    for name in list_other_names(architecture, found.shapes, known, found.read):
+        if not _is_constant(architecture, name):
+            problems.append(f"{name} is not known: its part of the model is not supported")
     refuse_problems(problems, "config.json")
     return names
 
 
-def _get_head_name(architecture: Architecture) -> str:
-    return f"{architecture.modules['head']}.weight"
+def list_other_names(
+    architecture: Architecture,
+    stored: Collection[str],
+    known: Collection[str],
+    read: Callable[[str], Tensor],
+) -> list[str]:
+    """Return the stored tensors that are no part of a model, sorted by name.
 
+    A table that needs no storing is left out, and so is a tied head that equals the word embedding.
 
-def _is_equal_to_embedding(architecture: Architecture, found: HfTensors) -> bool:
-    """Return whether the output matrix, which is tied, equals the word embedding."""
-    embedding = f"{architecture.modules['embedding.word']}.weight"
-    if embedding not in found.shapes:
-        return False
-    return torch.equal(found.read(embedding), found.read(_get_head_name(architecture)))
+    Args:
+        architecture: The names of the model.
+        stored: Names of all stored tensors.
+        known: Names of the model's tensors.
+        read: Returns a stored tensor.
+    """
+    head = f"{architecture.modules['head']}.weight"
+    word = f"{architecture.modules['embedding.word']}.weight"
+    others = []
+    for name in sorted(set(stored) - set(known)):
+        if any(re.fullmatch(pattern, name) for pattern in architecture.not_stored):
+            continue
+        if name == head and word in stored and torch.equal(read(head), read(word)):
+            continue
+        others.append(name)
+    return others
 
 
 def _is_constant(architecture: Architecture, name: str) -> bool:
@@ -299,7 +327,7 @@ def write_tensors(
         OSError: a file cannot be written.
     """
     sizes = {name: dtype.itemsize * math.prod(shape) for name, shape in shapes.items()}
-    shards = _divide(sizes, shard_bytes)
+    shards = list(divide_by_size(sizes.items(), shard_bytes))
     iterator = iter(tensors)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
@@ -342,16 +370,3 @@ def _write_file(
             assert tensor.shape == shape, f"{name} has the shape {tensor.shape}"
             assert tensor.dtype == dtype, f"{name} is {tensor.dtype}"
             file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _divide(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
-    """Divide names into shards of at most `shard_bytes`, in their order."""
-    shards: list[list[str]] = [[]]
-    used = 0
-    for name, size in sizes.items():
-        if shards[-1] and used + size > shard_bytes:
-            shards.append([])
-            used = 0
-        shards[-1].append(name)
-        used += size
-    return shards

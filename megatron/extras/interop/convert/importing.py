@@ -20,7 +20,7 @@ from megatron.config.yaml_file import dump_yaml
 from megatron.extras.interop.convert.architectures import Architecture, find_architecture
 from megatron.extras.interop.convert.compare import Comparison, HfModel, compare_models
 from megatron.extras.interop.convert.hf_files import HfTensors, match_names, read_config
-from megatron.extras.interop.convert.tensors import TensorPair, pair_tensors
+from megatron.extras.interop.convert.tensors import TensorPair, list_hf_shapes, pair_tensors
 from megatron.extras.interop.convert.tokenizer_files import (
     GENERATION_CONFIG,
     copy_files,
@@ -29,7 +29,8 @@ from megatron.extras.interop.convert.tokenizer_files import (
 from megatron.extras.interop.convert.writing import TensorToWrite, check_is_new, write_checkpoint
 from megatron.model.shape import ModelShape
 from megatron.run.state import TrainState
-from megatron.tokenizer import build_tokenizer, compute_tokenizer_digests
+from megatron.tokenizer.build import build_tokenizer
+from megatron.tokenizer.vocabulary import compute_tokenizer_digests
 
 _TOKENIZER = "tokenizer"
 """Folder of the tokenizer's copy."""
@@ -68,11 +69,7 @@ def import_model(
         architecture, ModelShape(model, hf_config.vocab_size, hf_config.vocab_size)
     )
     tensors = HfTensors(folder, architecture.experts)
-    expected = {
-        name: size
-        for pair in pairs
-        for name, size in zip(pair.hf_names, pair.hf_shapes, strict=True)
-    }
+    expected = list_hf_shapes(pairs)
     hf = HfModel(
         architecture,
         model,

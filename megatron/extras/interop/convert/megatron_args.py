@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import CheckpointError, ConfigError
-from megatron.config.config_with_origin import LoadedConfig
+from megatron.config.fields import LoadedConfig
 from megatron.extras.interop.translators.translator import load_config
 from megatron.run.state import TrainState
 from megatron.schedule.lr import LRSchedule

@@ -22,16 +22,14 @@ from megatron.base.errors import CheckpointError
 from megatron.base.outside_file import POINTER_BYTES, load_text
 from megatron.extras.interop.convert.megatron_args import SavedRun, read_saved_run
 from megatron.extras.interop.convert.megatron_names import (
-    is_no_weight,
-    number_pipeline_layers,
-    rename,
-)
-from megatron.extras.interop.convert.megatron_source import (
     Key,
     MegatronSource,
     check_ranks,
     find_steps,
     flatten_tensors,
+    is_no_weight,
+    number_pipeline_layers,
+    rename,
 )
 from megatron.extras.interop.convert.unpickle import FragmentAddress, load_pickle_file
 from megatron.parallel.shard import ADAM_KINDS, Kind

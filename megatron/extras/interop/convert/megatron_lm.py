@@ -16,15 +16,17 @@ from megatron.base.errors import CheckpointError
 from megatron.base.outside_file import POINTER_BYTES, load_text
 from megatron.extras.interop.convert.distributed_tensors import DistributedTensors
 from megatron.extras.interop.convert.megatron_args import read_saved_run
-from megatron.extras.interop.convert.megatron_names import is_no_weight, is_parameter, rename
-from megatron.extras.interop.convert.megatron_optimizer import States, read_rank_states
-from megatron.extras.interop.convert.megatron_source import (
+from megatron.extras.interop.convert.megatron_names import (
     Key,
     MegatronSource,
     check_ranks,
     find_steps,
     flatten_tensors,
+    is_no_weight,
+    is_parameter,
+    rename,
 )
+from megatron.extras.interop.convert.megatron_optimizer import States, read_rank_states
 from megatron.extras.interop.convert.unpickle import load_pickle_file
 from megatron.parallel.shard import ADAM_KINDS, Kind
 

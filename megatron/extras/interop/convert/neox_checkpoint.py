@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.base.errors import CheckpointError, ConfigError
-from megatron.config.config_with_origin import LoadedConfig
+from megatron.config.fields import LoadedConfig
 from megatron.extras.interop.convert.megatron_args import SavedRun
 from megatron.extras.interop.convert.megatron_deepspeed import (
     find_step_folder,
@@ -27,7 +27,7 @@ from megatron.extras.interop.convert.megatron_deepspeed import (
     read_rank_files,
     resolve_names,
 )
-from megatron.extras.interop.convert.megatron_source import Key
+from megatron.extras.interop.convert.megatron_names import Key
 from megatron.extras.interop.convert.unpickle import load_pickle_file
 from megatron.extras.interop.translators.translator import load_config
 from megatron.parallel.shard import Kind

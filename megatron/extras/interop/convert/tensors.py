@@ -1,7 +1,8 @@
 """Our tensors and those of Hugging Face: names, and the functions that convert the layouts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -153,6 +154,32 @@ def _pair_qkv(
         (groups, heads, width),
         fused=architecture.fused == "thirds",
     )
+
+
+def list_hf_shapes(pairs: Sequence[TensorPair]) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of each tensor of Hugging Face, in the order of the pairs."""
+    return {
+        name: shape
+        for pair in pairs
+        for name, shape in zip(pair.hf_names, pair.hf_shapes, strict=True)
+    }
+
+
+Item = TypeVar("Item")
+
+
+def divide_by_size(sizes: Iterable[tuple[Item, int]], most: int) -> Iterator[list[Item]]:
+    """Yield items in parts of at most `most` bytes, in their order. A larger item is alone."""
+    part: list[Item] = []
+    used = 0
+    for item, size in sizes:
+        if part and used + size > most:
+            yield part
+            part = []
+            used = 0
+        part.append(item)
+        used += size
+    yield part
 
 
 _SHOWN = 12

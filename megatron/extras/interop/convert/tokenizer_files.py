@@ -5,31 +5,32 @@ a generated text. A tokenizer that cannot be written exactly is not written unde
 `transformers` reads.
 """
 
+import importlib
 import json
+import math
+import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from megatron.base.errors import ConfigError
 from megatron.base.outside_file import INDEX_BYTES, check_regular, load_json
 from megatron.config.data import TokenizerConfig
-from megatron.extras.interop.convert.sentencepiece_json import (
-    convert_sentencepiece,
-    list_known_differences,
-)
-from megatron.tokenizer import (
+from megatron.tokenizer.build import (
     HFTokenizer,
-    SentencePieceTokenizer,
     Tokenizer,
     TransformersTokenizer,
     build_tokenizer,
+    find_tokenizer_json,
+    read_special_token,
 )
-from megatron.tokenizer.build import find_tokenizer_json, read_special_token
 from megatron.tokenizer.hub import find_tokenizer_folder
+from megatron.tokenizer.sentencepiece_model import SentencePieceTokenizer
 
 GENERATION_CONFIG = "generation_config.json"
 _SETTINGS = "tokenizer_config.json"
@@ -247,3 +248,209 @@ def _keep_id(value: Any, rows: int) -> int | None:
     if isinstance(value, int) and 0 <= value < rows:
         return value
     return None
+
+
+AWKWARD = (
+    *("", " ", "   ", "\n", "\r\n\r\n  \t x", "a  b   c    d\n\n\ne ", " leading and trailing "),
+    "don't we'll I'VE they're it's 'tis ''s",
+    "naïve café Ünïcödé ﬁ ſ İstanbul e\u0301 \u00a0\u2003\u3000x\u200b\u2028y\x85z",
+    "漢字かな交じり文 한국어 ไทย العربية हिन्दी עברית",
+    "🙂👩‍👩‍👧‍👦🏳️‍🌈 \U0010ffff\ufffd\ufeff",
+    "0 00 123456789 1,234.56e-7 ½ ² Ⅷ ٣",
+    "\x00\x01\x7f\x1b[0m",
+    "<|endoftext|> a<|endoftext|>b <s></s>[CLS]",
+    "a" * 3000,
+    "=" * 500 + " " * 500 + "\t" * 70 + "!?" * 300,
+    "def f(x):\n    return {'a': [1, 2], \"b\": x**2}  # \u2192 done\n",
+    "https://example.org/a_b-c?d=e&f=%20#g user@example.org",
+)
+"""Texts on which tokenizer libraries tend to differ.
+
+They have white space, contractions, combining characters, scripts without spaces, emoji, control
+characters, special tokens and long repetitions.
+"""
+_SPACE = "\u2581"
+"""What stands for a space in pieces."""
+_UNIGRAM = 1
+_BPE = 2
+_NORMAL = 1
+_USER_DEFINED = 4
+_RANDOM_TEXTS = 400
+_PIECES_OF_A_TEXT = 30
+
+
+def convert_sentencepiece(tokenizer: SentencePieceTokenizer) -> tokenizers.Tokenizer:
+    """Return the same tokenizer as one of the `tokenizers` library.
+
+    It is returned only after it gave the ids of `sentencepiece` on difficult texts and on texts of
+    its own pieces. `list_known_differences` names the rare texts that remain.
+
+    Source: Kudo and Richardson, https://arxiv.org/abs/1808.06226. The order of merges and of
+    normalisations is that of `sentencepiece`'s source.
+
+    Raises:
+        ConfigError: `tokenizers` cannot express it, or gives other ids.
+    """
+    description = _parse_sentencepiece(tokenizer.content)
+    backend = tokenizers.Tokenizer(_make_model(description))
+    steps = list(_list_normalizers(description.normalizer_spec))
+    backend.normalizer = normalizers.Sequence(steps)
+    # Such symbols are found before anything else, and no merge crosses them.
+    symbols = [piece.piece for piece in description.pieces if piece.type == _USER_DEFINED]
+    if symbols:
+        symbols.sort(key=len, reverse=True)
+        pattern = Regex("|".join(map(_escape, symbols)))
+        backend.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")
+    backend.decoder = _make_decoder(description.normalizer_spec)
+    backend.add_special_tokens(
+        [
+            AddedToken(name, special=True, normalized=False)
+            for name in tokenizer.control_symbols.values()
+        ]
+    )
+    _compare_ids(backend, tokenizer)
+    return backend
+
+
+def list_known_differences(tokenizer: SentencePieceTokenizer) -> list[str]:
+    """Return descriptions of texts for which the converted tokenizer may give other ids.
+
+    All tokenizers of Hugging Face also turn the name of a control symbol into the symbol. That is
+    what chat templates need, and it is not listed.
+    """
+    description = _parse_sentencepiece(tokenizer.content)
+    found = []
+    if description.trainer_spec.model_type == _UNIGRAM:
+        found.append(
+            "a long text with two divisions that are nearly equally likely, because sentencepiece "
+            "adds their scores in fp32 and tokenizers in fp64"
+        )
+    if description.normalizer_spec.precompiled_charsmap:
+        found.append(
+            "a character that normalisation replaces, followed by a combining mark, which "
+            "tokenizers drops"
+        )
+    return found
+
+
+def _parse_sentencepiece(content: bytes) -> Any:
+    """Return the description of a tokenizer.model."""
+    # protobuf makes its classes at run time, so mypy does not know them.
+    pb2: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")
+    description = pb2.ModelProto()
+    description.ParseFromString(content)
+    return description
+
+
+def _make_model(description: Any) -> models.Model:
+    """Return the pieces with their scores or merges.
+
+    Raises:
+        ConfigError: The model is of another kind than BPE and Unigram.
+    """
+    settings = description.trainer_spec
+    if settings.model_type == _UNIGRAM:
+        pieces = [(piece.piece, piece.score) for piece in description.pieces]
+        return models.Unigram(pieces, settings.unk_id, settings.byte_fallback)
+    if settings.model_type != _BPE:
+        raise ConfigError("it is a model of words or characters, not BPE or Unigram")
+    return models.BPE(
+        vocab={piece.piece: index for index, piece in enumerate(description.pieces)},
+        merges=_list_merges(description),
+        unk_token=description.pieces[settings.unk_id].piece,
+        fuse_unk=True,
+        byte_fallback=settings.byte_fallback,
+        # User-defined symbols have no merges. They are words of their own after the split.
+        ignore_merges=any(piece.type == _USER_DEFINED for piece in description.pieces),
+    )
+
+
+def _list_merges(description: Any) -> list[tuple[str, str]]:
+    """Return all pairs of pieces that make a piece, the best first.
+
+    `sentencepiece` merges the pair whose piece has the highest score. The file has no merges.
+    """
+    scores = {piece.piece: piece.score for piece in description.pieces if piece.type == _NORMAL}
+    places = {piece: place for place, piece in enumerate(scores)}
+    found = []
+    for piece, score in scores.items():
+        for middle in range(1, len(piece)):
+            left, right = piece[:middle], piece[middle:]
+            if left in scores and right in scores:
+                found.append((-score, places[piece], places[left], left, right))
+    return [(left, right) for *_, left, right in sorted(found)]
+
+
+def _list_normalizers(settings: Any) -> Iterator[normalizers.Normalizer]:
+    """Yield the steps from a text to what is divided into pieces.
+
+    Raises:
+        ConfigError: A setting is not known here.
+    """
+    if not settings.escape_whitespaces:
+        raise ConfigError("it does not escape spaces")
+    if settings.precompiled_charsmap:
+        yield normalizers.Precompiled(settings.precompiled_charsmap)
+    if settings.remove_extra_whitespaces:
+        yield normalizers.Replace(Regex(r"\A +| +\z"), "")
+        yield normalizers.Replace(Regex(" {2,}"), " ")
+    if settings.add_dummy_prefix:
+        yield normalizers.Prepend(_SPACE)
+    yield normalizers.Replace(" ", _SPACE)
+
+
+def _make_decoder(settings: Any) -> decoders.Decoder:
+    """Return the steps from pieces to a text."""
+    steps: list[decoders.Decoder] = [
+        decoders.Replace(_SPACE, " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+    ]
+    if settings.add_dummy_prefix:
+        steps.append(decoders.Strip(" ", 1, 0))
+    return decoders.Sequence(steps)
+
+
+def _escape(text: str) -> str:
+    """Return a regular expression that matches a text alone. A piece has no line ends."""
+    return "".join(f"\\x{{{ord(character):x}}}" for character in text)
+
+
+def _compare_ids(backend: tokenizers.Tokenizer, tokenizer: SentencePieceTokenizer) -> None:
+    """Check that both tokenizers give the same ids.
+
+    Raises:
+        ConfigError: They do not. The message has the first text.
+    """
+    unigram = _parse_sentencepiece(tokenizer.content).trainer_spec.model_type == _UNIGRAM
+    names = tokenizer.control_symbols.values()
+    for text in [*AWKWARD, *_make_difficult_texts(tokenizer)]:
+        if any(name in text for name in names):
+            continue
+        expected = tokenizer.encode(text)
+        found = backend.encode(text, add_special_tokens=False).ids
+        if found != expected and not (unigram and _have_equal_scores(tokenizer, expected, found)):
+            raise ConfigError(f"its ids differ from those of sentencepiece, as in {text[:60]!r}")
+
+
+def _have_equal_scores(
+    tokenizer: SentencePieceTokenizer, first: list[int], second: list[int]
+) -> bool:
+    """Return whether two divisions of a text have the same sum of scores, up to fp32 rounding."""
+    sums = [math.fsum(map(tokenizer.processor.get_score, ids)) for ids in (first, second)]
+    return math.isclose(*sums, rel_tol=1e-6)
+
+
+def _make_difficult_texts(tokenizer: SentencePieceTokenizer) -> Iterator[str]:
+    """Yield the text of each piece that gives text, and random sequences of pieces."""
+    # Random bytes would give sequences of characters that no language has.
+    ids = [
+        index
+        for index in range(tokenizer.vocab_size)
+        if index not in tokenizer.control_symbols and not tokenizer.processor.is_byte(index)
+    ]
+    for index in ids:
+        yield tokenizer.decode([index])
+    generator = random.Random(0)
+    for _ in range(_RANDOM_TEXTS):
+        yield tokenizer.decode(generator.choices(ids, k=_PIECES_OF_A_TEXT))

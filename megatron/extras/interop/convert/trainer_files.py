@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.base.errors import CheckpointError
 from megatron.extras.interop.convert.distributed_tensors import DistributedTensors
-from megatron.extras.interop.convert.megatron_source import flatten_tensors
+from megatron.extras.interop.convert.megatron_names import flatten_tensors
 from megatron.extras.interop.convert.trainer_names import (
     Shapes,
     find_fms_parts,

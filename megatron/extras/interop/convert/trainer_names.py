@@ -16,6 +16,7 @@ from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
 from megatron.extras.interop.convert.architectures import Architecture, find_architecture
 from megatron.extras.interop.convert.tensors import TensorPair
+from megatron.model.layer_parts import get_activation
 from megatron.model.shape import ModelShape
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -76,7 +77,7 @@ def strip_wrappers(name: str) -> str:
 
 def choose_llm_baselines_names(model: ModelConfig) -> Architecture:
     """Return the names of `--model base` or `--model llama`."""
-    if model.glu_activation is None:
+    if not get_activation(model).gated:
         return NANOGPT
     return _LLAMA_OF_LLM_BASELINES
 

@@ -6,7 +6,7 @@ folder whose name ends in `.unfinished`.
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from megatron.base.file_lock import LockResult, try_lock
 from megatron.checkpoint.contents import CheckpointContents, write_small_files
 from megatron.checkpoint.folder import UNFINISHED, point_to, put_in_place, step_folder
 from megatron.checkpoint.shard_file import WrittenFile, select_own_shards, write_shard_file
+from megatron.extras.interop.convert.tensors import divide_by_size
 from megatron.parallel.shard import ADAM_KINDS, Kind, TensorShard
 
 FILE_BYTES = 5 * 10**8
@@ -160,28 +161,13 @@ def write_checkpoint(
         final = step_folder(root, contents.iteration)
         unfinished = final.with_name(final.name + UNFINISHED)
         unfinished.mkdir()
-        files = [
-            _write_file(unfinished, number, part) for number, part in enumerate(_divide(tensors))
-        ]
+        sizes = ((each, _ITEM * torch.Size(each.shape).numel()) for each in tensors)
+        parts = divide_by_size(sizes, FILE_BYTES)
+        files = [_write_file(unfinished, number, part) for number, part in enumerate(parts)]
         write_small_files(unfinished, contents, files, (), keep=False)
         put_in_place(unfinished, final)
         point_to(root, contents.iteration)
         write_others(root)
-
-
-def _divide(tensors: Iterable[TensorToWrite]) -> Iterator[list[TensorToWrite]]:
-    """Yield the tensors in parts of limited size."""
-    part: list[TensorToWrite] = []
-    used = 0
-    for tensor in tensors:
-        size = _ITEM * torch.Size(tensor.shape).numel()
-        if part and used + size > FILE_BYTES:
-            yield part
-            part = []
-            used = 0
-        part.append(tensor)
-        used += size
-    yield part
 
 
 def _write_file(folder: Path, number: int, tensors: Sequence[TensorToWrite]) -> WrittenFile:

@@ -25,15 +25,20 @@ from megatron.checkpoint.digest import BLOCK, Digester, FileDigest
 from megatron.checkpoint.finite import values_not_finite
 from megatron.checkpoint.folder import parse_iteration
 from megatron.checkpoint.manifest import (
+    CONFIG,
     INDEX,
     MANIFEST,
     Manifest,
     TensorIndex,
+    read_checked_text,
     read_index,
     read_manifest,
 )
 from megatron.checkpoint.tensor_file import TensorSlice, find_dtype, intersect
+from megatron.config.optimizer import find_updater
+from megatron.config.yaml_file import read_text
 from megatron.extras.object_store.mirror import MARKER
+from megatron.model.experts.routing import BALANCE
 
 _SHOWN_TENSORS = 4
 """Number of tensors that a message names."""
@@ -109,6 +114,11 @@ def verify(folder: Path) -> Verification:
     if INDEX not in manifest.files:
         damage.append(Damage(INDEX, f"{MANIFEST} does not name it"))
     index = _read_index_if_valid(folder, manifest)
+    optimizer = None
+    if manifest.optimizer is not None and index is not None:
+        optimizer = _find_optimizer(folder, manifest)
+        if optimizer is None:
+            notes.append(f"{CONFIG} cannot be read, so it is not known which states must exist")
     # The digest and the count of NaN use the same bytes, so that no file is read twice.
     counter = FiniteCounter(index)
     with tqdm(
@@ -134,7 +144,7 @@ def verify(folder: Path) -> Verification:
         # mistake of the writer.
         damage += [
             *check_tiling(index),
-            *check_kinds(index, manifest),
+            *check_kinds(index, optimizer),
             *check_headers(folder, index, manifest),
         ]
     unknown = sorted(
@@ -421,24 +431,37 @@ def _count_uneven_elements(slices: list[TensorSlice], shape: tuple[int, ...]) ->
     return int(volume[times == 0].sum()), int(volume[times > 1].sum())
 
 
-def check_kinds(index: TensorIndex, manifest: Manifest) -> Iterator[Damage]:
+def _find_optimizer(folder: Path, manifest: Manifest) -> str | None:
+    """Return the optimizer of the run that wrote a checkpoint, or None if it is not known."""
+    try:
+        settings = read_text(read_checked_text(folder, CONFIG, manifest), CONFIG)
+    except CheckpointError:
+        return None
+    if settings.errors:
+        return None
+    given = settings.given.get("optimizer.optimizer")
+    # The first versions had no other optimizer.
+    return "adam" if given is None else str(given.value)
+
+
+def check_kinds(index: TensorIndex, optimizer: str | None) -> Iterator[Damage]:
     """Check that each parameter has its weight and its states, all with the same shape.
 
-    The states are those of Adam, of AdEMAMix if any parameter has its slow average, or Muon's
-    momentum. They are needed only if the optimizer's state was saved.
+    Args:
+        index: The index.
+        optimizer: The optimizer whose states were saved. None: no states are needed.
     """
     shapes: dict[str, dict[str, list[int]]] = {}
     for key, tensor in index.tensors.items():
         kind, _, name = key.partition("/")
         shapes.setdefault(name, {})[kind] = tensor["shape"]
-    averages = {"exp_avg", "exp_avg_sq"}
-    if any("exp_avg_slow" in kinds for kinds in shapes.values()):
-        averages.add("exp_avg_slow")
     for name, kinds in shapes.items():
         wanted = {"weight"}
-        # Muon updates the matrices of the layers, and AdamW everything else.
-        if manifest.optimizer is not None and "momentum" not in kinds:
-            wanted |= averages
+        # No optimizer updates the bias that balances experts.
+        if optimizer is not None and not name.endswith(BALANCE):
+            dimensions = len(next(iter(kinds.values())))
+            states = find_updater(optimizer, name, dimensions).states
+            wanted |= {state.kind for state in states}
         for kind in sorted(wanted - kinds.keys()):
             yield Damage(INDEX, f"{kind}/{name} is not in the checkpoint")
         if len(set(map(tuple, kinds.values()))) > 1:

@@ -1,7 +1,7 @@
 """The flags of other systems that are renamed, harmless or refused here, and the keys of GPT-NeoX.
 
 A flag that is not in these tables is a field of the configuration under the same name, or unknown.
-docs/flags.md shows the tables.
+`python tools/flags.py` prints the tables.
 
 Invariant: a renamed flag does exactly what it did there. A derived flag is one of several from
 which `compat_derived` computes a value. A harmless flag changes no number. Any other flag is
@@ -10,13 +10,14 @@ hide the flag, so the table is not read with one.
 """
 
 import functools
+import math
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from megatron.config.fields import Arity
+from megatron.config.fields import Arity, ValueWithOrigin
 from megatron.config.normalise import list_known_flags
 
 Kind = Literal["renamed", "derived", "harmless", "refused"]
@@ -148,3 +149,61 @@ NEOX_DEFAULTS = (
     "--zero-stage 0"
 )
 """The defaults of GPT-NeoX that differ from ours. `compat_neox_derived` has that of the warm-up."""
+
+
+Typed = Mapping[str, tuple[str, ...]]
+"""Flag of the compatibility table, with hyphens -> its values as text."""
+Given = Mapping[str, ValueWithOrigin]
+
+OTHER_WARMUPS = (
+    "optimizer.lr_warmup_fraction",
+    "optimizer.lr_warmup_samples",
+    "optimizer.lr_warmup_tokens",
+)
+"""Fields that give the warm-up in another unit than iterations."""
+
+
+class FlagValues:
+    """Read access to the flags of a command line, in their spelling and in this trainer's."""
+
+    def __init__(self, typed: Typed, given: Given) -> None:
+        self._typed = typed
+        self._given = given
+
+    def get_field(self, dotted: str) -> Any:
+        """Return the value of a field of this trainer, or None if it was not given."""
+        item = self._given.get(dotted)
+        if item is None:
+            return None
+        return item.value
+
+    def __contains__(self, flag: str) -> bool:
+        """Return whether another system's flag is given."""
+        return flag in self._typed
+
+    def has(self, flag: str, value: str) -> bool:
+        """Return whether another system's flag is given with this value."""
+        return self._typed.get(flag) == (value,)
+
+    def get_number(self, flag: str, default: float = math.nan) -> float:
+        """Return the value of another system's flag, or nan if it is no number.
+
+        It is `default` if the flag is not given.
+        """
+        if flag not in self._typed:
+            return default
+        try:
+            return float(self._typed[flag][0])
+        # Another rule reports the wrong value.
+        except (IndexError, ValueError):
+            return math.nan
+
+    def get_words(self, flag: str) -> tuple[str, ...] | None:
+        """Return the values of another system's flag, or None if it was not given."""
+        return self._typed.get(flag)
+
+
+Computed = tuple[Any, str]
+"""A value and its reason. The value is None if the rule does not apply."""
+Derivation = tuple[str, str, Callable[[FlagValues], Computed]]
+"""What causes a derivation (a flag, or a system whose defaults apply), the field, and the rule."""

@@ -17,18 +17,21 @@ from megatron.config.fields import (
     all_fields,
     find_missing,
 )
-from megatron.config.profiling import ALL_RANKS
-from megatron.extras.interop.translators.compat import NEOX, NEOX_DEFAULTS, find_row
-from megatron.extras.interop.translators.compat_fms_derived import FMS_DEFAULTS, FMS_DERIVATIONS
-from megatron.extras.interop.translators.compat_neox_derived import NEOX_DERIVATIONS
-from megatron.extras.interop.translators.compat_values import (
+from megatron.config.logging import ALL_RANKS
+from megatron.extras.interop.translators.compat import (
+    NEOX,
+    NEOX_DEFAULTS,
     OTHER_WARMUPS,
     Computed,
     Derivation,
     FlagValues,
     Given,
     Typed,
+    find_row,
 )
+from megatron.extras.interop.translators.compat_core_derived import CORE_DERIVATIONS
+from megatron.extras.interop.translators.compat_fms_derived import FMS_DEFAULTS, FMS_DERIVATIONS
+from megatron.extras.interop.translators.compat_neox_derived import NEOX_DERIVATIONS
 
 _IDENTIFY_LLM_BASELINES = (
     "--n-layer",
@@ -448,6 +451,7 @@ _DERIVATIONS: tuple[Derivation, ...] = (
     ("--use-mup", "model.parametrization", _set("mup", "--use-mup")),
     ("--use-mup", "model.base_width", _compute_base_width),
     ("--use-mup", "model.base_kv_channels", _compute_base_head),
+    *CORE_DERIVATIONS,
     *FMS_DERIVATIONS,
     *NEOX_DERIVATIONS,
     ("--swiglu", "model.ffn_hidden_size", _compute_megatron_swiglu_width),

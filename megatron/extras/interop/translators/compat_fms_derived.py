@@ -9,7 +9,7 @@ of N and a warm-up of w = min(2000, N // 20) steps, its rate is a part of the pe
 
 import os
 
-from megatron.extras.interop.translators.compat_values import (
+from megatron.extras.interop.translators.compat import (
     OTHER_WARMUPS,
     Computed,
     Derivation,

@@ -8,8 +8,8 @@ Source: GPT-NeoX's `ParallelMLP`, its `init_functions.py`, and its calculation o
 
 import math
 
-from megatron.extras.interop.translators.compat import NEOX
-from megatron.extras.interop.translators.compat_values import (
+from megatron.extras.interop.translators.compat import (
+    NEOX,
     OTHER_WARMUPS,
     Computed,
     Derivation,

@@ -26,8 +26,7 @@ from typing import Any
 
 from megatron.base.errors import ConfigError
 from megatron.base.outside_file import SETTINGS_BYTES, load_text, parse_json
-from megatron.config.config_with_origin import describe_value
-from megatron.config.fields import ValueWithOrigin, all_fields
+from megatron.config.fields import ValueWithOrigin, all_fields, describe_value
 from megatron.extras.interop.translators.deepspeed_keys import (
     ACCEPTED_KEYS,
     ACCUMULATION_STEPS,

@@ -137,13 +137,16 @@ def list_rollbacks(history: RunHistory) -> list[Event]:
         for event in history.events
         if is_decided_rollback(event)
         # The rollback that the guard decided on is recorded once more when it is carried out.
-        or (event.kind == "rollback" and _read_guard_iteration(event) not in decided)
+        or (
+            event.kind == "rollback"
+            and _read_iteration(_GUARD_REASON, event.details.get("reason")) not in decided
+        )
     ]
 
 
-def _read_guard_iteration(event: Event) -> int | None:
-    """Return the iteration of the spike that a rollback names as its reason, if it names one."""
-    found = _GUARD_REASON.match(str(event.details.get("reason")))
+def _read_iteration(pattern: re.Pattern[str], text: object) -> int | None:
+    """Return the iteration that a text names at its beginning, or None."""
+    found = pattern.match(str(text))
     if found is None:
         return None
     return int(found[1])
@@ -188,9 +191,10 @@ def _list_once(history: RunHistory) -> Iterator[tuple[int, Event]]:
     spikes = {event.iteration for event in events if event.kind == "spike-guard"}
     rollbacks = list_rollbacks(history)
     for number, event in enumerate(events):
+        spike = _read_iteration(_SPIKE_ALERT, event.details.get("text"))
         is_repeated = (
             number in stops
-            or (event.kind == "alert" and _find_spike(event) in spikes)
+            or (event.kind == "alert" and spike in spikes)
             or (event.kind == "rollback" and event not in rollbacks)
         )
         if not is_repeated:
@@ -216,13 +220,6 @@ def _describe_kill(history: RunHistory, following: Event) -> DescribedEvent:
         if lost > 0:
             text += f"; iterations lost since the last checkpoint: {lost:,}"
     return DescribedEvent(event, "killed", text)
-
-
-def _find_spike(event: Event) -> int | None:
-    found = _SPIKE_ALERT.match(str(event.details.get("text")))
-    if found is None:
-        return None
-    return int(found[1])
 
 
 def _describe_rollback(event: Event) -> str:

@@ -20,16 +20,18 @@ from numpy.typing import NDArray
 
 from megatron.base.errors import DataError
 from megatron.base.outside_file import iterate_lines
-from megatron.extras.operations.chronicle.energy import EnergyUse, read_energy
 from megatron.extras.operations.chronicle.predicted_loss import (
     PredictedLoss,
     list_departures,
     read_predicted_loss,
 )
 from megatron.extras.operations.chronicle.records import (
+    EnergyUse,
+    EvaluationPoint,
     Event,
     iterate_objects,
     parse_time,
+    read_energy,
     read_events,
 )
 from megatron.extras.operations.rollback.execution import INTERVENTIONS
@@ -81,18 +83,6 @@ LAYER_FIELDS = (
 _VERDICTS = "hangs/*/verdict.txt"
 
 Column = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class EvaluationPoint:
-    """One evaluation of a validation or test set."""
-
-    name: str
-    iteration: int
-    loss: float
-    time: float
-    """Seconds since the epoch."""
-    kept: bool
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import base64
 import hashlib
 import html
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
@@ -32,8 +33,7 @@ from megatron.extras.operations.chronicle.events import (
     read_setting,
 )
 from megatron.extras.operations.chronicle.goodput import KEPT, compute_goodput
-from megatron.extras.operations.chronicle.heat_map import draw_loads
-from megatron.extras.operations.chronicle.history import RunHistory
+from megatron.extras.operations.chronicle.history import ExpertLoads, RunHistory
 from megatron.extras.operations.chronicle.summary import (
     describe_model,
     describe_outcome,
@@ -385,3 +385,59 @@ def _limit_by_label(
         if seen[each.label] > left_out[each.label]:
             chosen.append(each)
     return chosen, {label: count for label, count in left_out.items() if count > 0}
+
+
+_WIDTH = 1000
+_LARGEST_CELL = 28.0
+_STRONGEST = 2.0
+"""A cell has its full colour if the load is the mean times or divided by 2 to this power."""
+_CELLS = 40_000
+"""Largest number of cells. A page with more would be slow."""
+
+
+def draw_loads(loads: ExpertLoads | None) -> str:
+    """Return a section of the page with the latest loads, or an empty text if there are none.
+
+    The picture has a row for each layer with experts, and a column for each expert. It is SVG
+    without a script, so the page's policy allows it, and it can be printed.
+    """
+    if loads is None:
+        return ""
+    values = loads.values
+    layers, experts = values.shape
+    title = f"<h3>Loads of the experts at iteration {loads.iteration:,}</h3>"
+    facts = (
+        f"<p>{layers:,} layers with {experts:,} experts. Blue: fewer tokens than the mean, red: "
+        f"more. Largest load {values.max():.2f} and smallest {values.min():.2f} times the mean, "
+        f"{int((values == 0).sum()):,} experts without a token.</p>"
+    )
+    if values.size > _CELLS:
+        return f"{title}{facts}<p>A picture would have {values.size:,} cells, so there is none.</p>"
+    size = min(_LARGEST_CELL, _WIDTH / experts)
+    cells = "".join(
+        _draw_cell(layer, expert, float(values[layer, expert]), size)
+        for layer in range(layers)
+        for expert in range(experts)
+    )
+    name = html.escape("Loads of the experts, a row for each layer with experts")
+    return (
+        f'{title}{facts}<figure><svg role="img" aria-label="{name}" '
+        f'viewBox="0 0 {_WIDTH} {layers * size:.1f}">{cells}</svg></figure>'
+    )
+
+
+def _draw_cell(layer: int, expert: int, load: float, size: float) -> str:
+    colour = "#c0392b" if load > 1 else "#2166ac"
+    return (
+        f'<rect x="{expert * size:.2f}" y="{layer * size:.2f}" width="{size:.2f}" '
+        f'height="{size:.2f}" fill="{colour}" fill-opacity="{_choose_opacity(load):.2f}">'
+        f"<title>layer {layer + 1} of those with experts, expert {expert}: {load:.2f} times the "
+        "mean</title></rect>"
+    )
+
+
+def _choose_opacity(load: float) -> float:
+    """Return 0 for the mean, and 1 for a load that is far from it."""
+    if load <= 0:
+        return 1.0
+    return min(1.0, abs(math.log2(load)) / _STRONGEST)

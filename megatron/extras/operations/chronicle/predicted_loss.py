@@ -5,15 +5,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron.base.durable import replace_file
 from megatron.base.errors import DataError
 from megatron.base.outside_file import load_json
-from megatron.extras.operations.chronicle.records import Event
-
-if TYPE_CHECKING:
-    from megatron.extras.operations.chronicle.history import EvaluationPoint
+from megatron.extras.operations.chronicle.records import EvaluationPoint, Event
 
 FILE = "predicted_loss.json"
 
@@ -58,7 +54,7 @@ def read_predicted_loss(folder: Path) -> PredictedLoss | None:
 
 
 def list_departures(
-    predicted: PredictedLoss | None, evaluations: "Sequence[EvaluationPoint]"
+    predicted: PredictedLoss | None, evaluations: Sequence[EvaluationPoint]
 ) -> Iterator[Event]:
     """Yield an event for the first evaluation of each set that leaves the range.
 

@@ -1,6 +1,7 @@
 """The report of a run as text. The page has the same lines."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
@@ -26,6 +27,7 @@ from megatron.extras.operations.chronicle.goodput import (
     compute_goodput,
 )
 from megatron.extras.operations.chronicle.history import RunHistory
+from megatron.extras.operations.chronicle.records import Event
 from megatron.schedule.clock import format_duration
 
 _SHOWN_OF_START = (
@@ -56,16 +58,7 @@ _NAMES = {"seq_length": "sequence length", "torch": "PyTorch"}
 
 def list_facts(history: RunHistory) -> list[tuple[str, str]]:
     """Return (name, value) of what a run is and how far it is."""
-    facts = []
-    # The last launch may have another version or layout than the first one.
-    for event in reversed(history.events):
-        if event.kind == "start":
-            facts = [
-                (_NAMES.get(name, name.replace("_", " ")), format_value(event.details[name]))
-                for name in _SHOWN_OF_START
-                if name in event.details
-            ]
-            break
+    facts = _list_start(_read_last_start(history))
     facts += _count_launches(history) + list_losses(history)
     kept = history.kept
     if kept.any():
@@ -85,6 +78,26 @@ def list_facts(history: RunHistory) -> list[tuple[str, str]]:
         facts.append(("energy", f"{history.energy.kilowatt_hours[-1]:.6g} kWh"))
         facts.append(("carbon", f"{history.energy.kilograms[-1]:.6g} kg of CO2 equivalent"))
     return facts
+
+
+def _find_last_start(history: RunHistory) -> Event | None:
+    """Return the last start of a run. It may have another version or layout than the first one."""
+    return next((event for event in reversed(history.events) if event.kind == "start"), None)
+
+
+def _read_last_start(history: RunHistory) -> Mapping[str, Any]:
+    """Return the details of the last start. They are empty if there is none."""
+    start = _find_last_start(history)
+    return {} if start is None else start.details
+
+
+def _list_start(details: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return (name, value) of what a start says about the run."""
+    return [
+        (_NAMES.get(name, name.replace("_", " ")), format_value(details[name]))
+        for name in _SHOWN_OF_START
+        if name in details
+    ]
 
 
 def _count_launches(history: RunHistory) -> list[tuple[str, str]]:
@@ -154,8 +167,7 @@ def describe_outcome(history: RunHistory) -> list[str]:
     columns = history.columns
     kept = np.flatnonzero(history.kept)
     sentences = []
-    starts = [event for event in history.events if event.kind == "start"]
-    planned = starts[-1].details.get("train_iterations") if starts else None
+    planned = _read_last_start(history).get("train_iterations")
     if kept.size:
         text = f"The run is at iteration {int(columns['iteration'][kept[-1]]):,}"
         if type(planned) is int:
@@ -237,15 +249,8 @@ def list_tiles(history: RunHistory) -> list[Tile]:
 
 def describe_model(history: RunHistory) -> str:
     """Return model, layout and main settings of the last launch, as far as they are known."""
-    starts = [event.details for event in history.events if event.kind == "start"]
-    if not starts:
-        return ""
-    details = starts[-1]
-    parts = [
-        f"{_NAMES.get(name, name.replace('_', ' '))} {format_value(details[name])}"
-        for name in _SHOWN_OF_START
-        if name in details
-    ]
+    details = _read_last_start(history)
+    parts = [f"{name} {value}" for name, value in _list_start(details)]
     settings = details.get("settings")
     if isinstance(settings, dict):
         parts += [
@@ -262,9 +267,9 @@ def _compare_prediction(history: RunHistory) -> list[tuple[str, str]]:
     The prediction is that of the final batch size and of the layout of the last start, so only the
     steps with this size after this start are compared.
     """
-    starts = [event for event in history.events if event.kind == "start"]
-    predicted = starts[-1].details.get("predicted") if starts else None
-    if not isinstance(predicted, dict):
+    start = _find_last_start(history)
+    predicted = None if start is None else start.details.get("predicted")
+    if start is None or not isinstance(predicted, dict):
         return []
     seconds = predicted.get("seconds")
     # The file may have been edited, and anything may be in it.
@@ -275,7 +280,7 @@ def _compare_prediction(history: RunHistory) -> list[tuple[str, str]]:
         return []
     text = f"{seconds:.4g} s on {predicted.get('hardware')}"
     chosen = history.kept & (history.columns["global_batch_size"] == batch_size)
-    chosen &= history.columns["time"] >= starts[-1].time.timestamp()
+    chosen &= history.columns["time"] >= start.time.timestamp()
     measured = history.columns["seconds"][chosen]
     measured = measured[measured > 0]
     # The first steps compile and allocate. A median leaves them and the saves out.
@@ -289,8 +294,7 @@ def _compare_prediction(history: RunHistory) -> list[tuple[str, str]]:
 
 def _describe_verification(history: RunHistory) -> list[tuple[str, str]]:
     """Return the verdict of --verification, if the last start has one."""
-    starts = [event for event in history.events if event.kind == "start"]
-    found = starts[-1].details.get("verification") if starts else None
+    found = _read_last_start(history).get("verification")
     # The file may have been edited, and anything may be in it.
     if not isinstance(found, dict):
         return []
@@ -305,10 +309,7 @@ def _describe_verification(history: RunHistory) -> list[tuple[str, str]]:
 
 def _list_epochs(history: RunHistory, tokens: float) -> list[tuple[str, str]]:
     """Return how often each training data set was read, or nothing if that is not known."""
-    data: Any = None
-    for event in history.events:
-        if event.kind == "start":
-            data = event.details.get("data")
+    data: Any = _read_last_start(history).get("data")
     try:
         epochs = [float(tokens * each["share"] / each["tokens"]) for each in data]
     except (TypeError, KeyError, ValueError, ZeroDivisionError, OverflowError):

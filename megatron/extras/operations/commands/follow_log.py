@@ -15,18 +15,224 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import BinaryIO
 
 import tyro
 
 from megatron.base import exit_codes
-from megatron.base.errors import ConfigError, MegatronError
+from megatron.base.errors import ConfigError, MegatronError, OperationsError
 from megatron.base.plain_text import make_plain, print_to_stderr
 from megatron.console.parse import parse_arguments
-from megatron.extras.operations.hub.client import Hub, HubUnavailableError
-from megatron.extras.operations.hub.follow import Follower
+from megatron.extras.operations.hub.client import Hub, HubMovedError, HubUnavailableError
+from megatron.extras.operations.hub.queue import format_part_name, parse_part_name
+
+_ASKED_AT_ONCE = 500
+"""Parts to ask for in one request. The Hub takes at most 1,000 paths."""
+
+
+@dataclass(frozen=True)
+class LogUpdate:
+    """Result of one look."""
+
+    data: bytes = b""
+    """New bytes of the log."""
+    cut: str | None = None
+    """Line to print before `data` if the log was truncated. It has the part where it continues."""
+
+
+@dataclass
+class Follower:
+    """Reader of one log that a sync keeps on a Hub in parts.
+
+    Each look reads the branch's commit. Parts are downloaded only if the commit has changed, and
+    all of them at that commit. So one look reads one state of the log. A look that fails changes
+    nothing, and can be repeated.
+
+    Invariant: bytes are returned once and in order. The exception is a log that was truncated, for
+    example by a rollback. This is reported, and reading continues where the log differs.
+    """
+
+    hub: Hub
+    path: str
+    """Path of the log in the repository, without the number of a part."""
+    lines: int
+    """Number of last lines to start with."""
+    _commit: str | None = None
+    """Commit of the last look, None before the first one."""
+    _oids: list[str] = field(default_factory=list)
+    """The Hub's ids of all parts, up to the last one, which is open."""
+    _open: bytes = b""
+    """Content of the last part, as far as it was read."""
+
+    def look(self) -> LogUpdate:
+        """Return what is new in the log since the last look.
+
+        Raises:
+            OperationsError: The repository has no such log.
+            HubUnavailableError: The Hub did not answer.
+        """
+        commit = self.hub.head()
+        if commit == self._commit:
+            return LogUpdate()
+        # `_commit` is set last. If a download raises, the next look repeats the work.
+        if self._commit is None:
+            news = self._read_first(commit)
+        else:
+            news = self._read_new(commit)
+        self._commit = commit
+        return news
+
+    def _read_first(self, commit: str) -> LogUpdate:
+        """Return the last lines of the log."""
+        oids = self._list_oids(commit)
+        data = b""
+        opened = None
+        # A log may have hundreds of parts. Read backwards, and stop when there are enough lines.
+        for number in range(len(oids) - 1, -1, -1):
+            part = self.hub.download_file(commit, format_part_name(self.path, number))
+            if opened is None:
+                opened = part
+            data = part + data
+            # The line end of the last line does not count. It starts no further line.
+            if data.count(b"\n", 0, -1) >= self.lines:
+                break
+        self._oids = oids
+        self._open = opened or b""
+        return LogUpdate(_take_last_lines(data, self.lines))
+
+    def _list_oids(self, commit: str) -> list[str]:
+        """Return the Hub's ids of all parts of the log.
+
+        Raises:
+            OperationsError: The repository has no such log. The message lists those that it has.
+        """
+        folder = self.path.rpartition("/")[0]
+        try:
+            files = self.hub.list_files(commit, folder or None)
+        # The Hub answers 404 for a folder that does not exist. `Hub` raises HubMovedError for it.
+        except HubMovedError:
+            files = {}
+        parts = {format_part_name(self.path, number) for number in range(len(files))}
+        oids = [files[name] for name in sorted(parts & files.keys())]
+        if not oids:
+            logs = sorted(
+                {
+                    part[0]
+                    for name in self.hub.list_files(commit)
+                    if (part := parse_part_name(name)) is not None
+                }
+            )
+            raise OperationsError(
+                f"{self.hub.repo} has no log {self.path} that tools/hub_sync.py has stored; the "
+                f"logs there are: {', '.join(logs) or 'none'}"
+            )
+        return oids
+
+    def _read_new(self, commit: str) -> LogUpdate:
+        """Return what is new in the last known part, and in the parts after it."""
+        last = len(self._oids) - 1
+        now = self._fetch_oids(commit, last)
+        # The last known part does not exist any more.
+        if not now:
+            return self._resume_after_cut(commit)
+        # If the last part is unchanged, only the parts after it are downloaded.
+        if now[0] == self._oids[last]:
+            fresh = [
+                self.hub.download_file(commit, format_part_name(self.path, last + 1 + number))
+                for number in range(len(now) - 1)
+            ]
+            data = b"".join(fresh)
+        else:
+            fresh = [
+                self.hub.download_file(commit, format_part_name(self.path, last + number))
+                for number in range(len(now))
+            ]
+            # A log that only grew still begins with what was read.
+            if not fresh[0].startswith(self._open):
+                return self._resume_after_cut(commit)
+            data = b"".join(fresh)[len(self._open) :]
+        self._oids[last:] = now
+        if fresh:
+            self._open = fresh[-1]
+        return LogUpdate(data)
+
+    def _fetch_oids(self, commit: str, first: int) -> list[str]:
+        """Return the Hub's ids of part `first` and of those that follow it without a gap."""
+        oids: list[str] = []
+        # Usually there is at most one new part. So the first request is small.
+        asked = 2
+        while True:
+            names = [
+                format_part_name(self.path, first + len(oids) + number) for number in range(asked)
+            ]
+            found = self.hub.fetch_oids(commit, names)
+            more = _take_until_gap([found.get(name) for name in names])
+            oids += more
+            if len(more) < asked:
+                return oids
+            asked = _ASKED_AT_ONCE
+
+    def _resume_after_cut(self, commit: str) -> LogUpdate:
+        """Continue where the log differs from what was read.
+
+        Within the last known part, reading continues at the first line that differs. An earlier
+        part is returned completely, because only its id was kept and not its content.
+        """
+        oids = self._list_oids(commit)
+        same = 0
+        while same < min(len(oids), len(self._oids)) and oids[same] == self._oids[same]:
+            same += 1
+        fresh = [
+            self.hub.download_file(commit, format_part_name(self.path, number))
+            for number in range(same, len(oids))
+        ]
+        data = b"".join(fresh)
+        if same == len(self._oids) - 1:
+            data = data[_count_common_bytes(data, self._open) :]
+        if same < len(oids):
+            where = f"part {same}"
+        else:
+            where = f"the end of part {same - 1}"
+        self._oids = oids
+        if fresh:
+            self._open = fresh[-1]
+        else:
+            self._open = self.hub.download_file(commit, format_part_name(self.path, len(oids) - 1))
+        return LogUpdate(data, f"{self.path} was truncated (a rollback?); it continues in {where}")
+
+
+def _take_until_gap(oids: list[str | None]) -> list[str]:
+    """Return the ids before the first None."""
+    return list(_iterate_until_gap(oids))
+
+
+def _iterate_until_gap(oids: list[str | None]) -> Iterator[str]:
+    """Yield the ids before the first None."""
+    for oid in oids:
+        if oid is None:
+            return
+        yield oid
+
+
+def _take_last_lines(data: bytes, lines: int) -> bytes:
+    """Return the last `lines` lines."""
+    # Without the condition, a slice from -0 would be all lines.
+    if lines:
+        return b"".join(data.splitlines(keepends=True)[-lines:])
+    return b""
+
+
+def _count_common_bytes(one: bytes, other: bytes) -> int:
+    """Return the number of bytes in the lines that both texts begin with."""
+    same = 0
+    for mine, yours in zip(one.split(b"\n"), other.split(b"\n"), strict=False):
+        if mine != yours:
+            break
+        same += len(mine) + 1
+    # The last line may have no line end, which was counted above.
+    return min(same, len(one))
 
 
 @dataclass(frozen=True)

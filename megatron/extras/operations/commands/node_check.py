@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.base import exit_codes
-from megatron.base.errors import MegatronError
-from megatron.base.plain_text import print_line, print_to_stderr
+from megatron.base.plain_text import print_line
 from megatron.console.parse import parse_arguments
+from megatron.console.run_tool import run_tool
 from megatron.extras.operations.slurm.node_report import NodeLimits, NodeReport, check_limits, write
 from megatron.plan.rules.finding import refuse_errors
 
@@ -36,11 +36,17 @@ def main(argv: list[str] | None = None) -> int:
     options = parse_arguments(
         NodeCheckArguments, args=argv, prog="node_check.py", description=__doc__
     )
-    try:
-        refuse_errors(check_limits(options))
-    except MegatronError as error:
-        print_to_stderr(f"error: {error}")
-        return exit_codes.USER_ERROR
+    return run_tool(lambda: _check(options))
+
+
+def _check(options: NodeCheckArguments) -> int:
+    """Check this rank's node and return the exit code.
+
+    Raises:
+        MegatronError: An option is wrong, or the check cannot run.
+        OSError: The report cannot be written.
+    """
+    refuse_errors(check_limits(options))
     last: list[NodeReport] = []
 
     # Findings are kept as they arrive. A check that hangs later still reports what it measured
@@ -67,11 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     # This imports torch, which may hang on a bad node. So the timer is started first.
     from megatron.extras.operations.slurm.node_probe import probe
 
-    try:
-        report = probe(options, keep)
-    except (MegatronError, OSError) as error:
-        print_to_stderr(f"error: {error}")
-        return exit_codes.USER_ERROR
+    report = probe(options, keep)
     print_line(report.format_line())
     if report.failures or report.all_reduce_failure:
         return exit_codes.FOUND

@@ -31,44 +31,26 @@ by Slurm. Exit code 2 means that a person is needed, and 3 a loop of crashes.
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, fields
 
 import tyro
 
-from megatron.base import exit_codes
-from megatron.base.errors import MegatronError
+from megatron.base.errors import ConfigError
 from megatron.base.plain_text import print_to_stderr
-from megatron.console.double_dash import split_at_double_dash
-from megatron.console.parse import parse_arguments
+from megatron.console.parse import parse_arguments, split_at_double_dash
+from megatron.console.run_tool import run_tool
 from megatron.console.standard_streams import protect_standard_streams
 from megatron.extras.operations.monitor.alerts import Alert, Outlets, deliver
 from megatron.extras.operations.slurm.array_task import run_array_task
 from megatron.extras.operations.slurm.node_report import NodeLimits, check_limits
-from megatron.extras.operations.slurm.task import EXIT_CODES, ArrayTask
+from megatron.extras.operations.slurm.start import EXIT_CODES, ArrayTask, ArrayTaskOptions
 from megatron.plan.rules.finding import Finding, error, refuse_errors
 
 
 @dataclass(frozen=True)
-class ArrayTaskArguments:
+class ArrayTaskArguments(ArrayTaskOptions):
     """The options before '--'."""
 
-    save: Path
-    """The run's --save folder."""
-    main_log: Path
-    """The run's log. All array tasks append to it."""
-    kill_switch: Path | None = None
-    """The file of --kill-switch-path. Nothing starts while it exists."""
-    max_failed_starts: int = 3
-    """Starts in a row that train nothing, after which the array ends."""
-    max_restarts: int = 5
-    """Restarts in the same job within --restart-hours. After that, a crash requeues the array task.
-    0: each crash requeues it."""
-    restart_hours: float = 6.0
-    """Length of the time in which restarts are counted, in hours."""
-    train_nodes: int | None = None
-    """Nodes that the training needs. The other nodes of the job (sbatch --nodes) are spares. None:
-    all nodes."""
     check_nodes: bool = False
     """Check every node first. See tools/node_check.py."""
     limits: tyro.conf.OmitArgPrefixes[NodeLimits] = field(default_factory=NodeLimits)
@@ -96,17 +78,21 @@ def main(argv: list[str] | None = None) -> int:
     options = parse_arguments(
         ArrayTaskArguments, args=own, prog="slurm_array_task.py", description=__doc__
     )
-    if not command:
-        print_to_stderr(
-            "error: nothing to train: put -- pretrain_gpt.py and its arguments after the options"
-        )
-        return exit_codes.USER_ERROR
+    return run_tool(lambda: _run(options, tuple(command or ())))
 
-    try:
-        refuse_errors(check_arguments(options))
-    except MegatronError as error:
-        print_to_stderr(f"error: {error}")
-        return exit_codes.USER_ERROR
+
+def _run(options: ArrayTaskArguments, command: tuple[str, ...]) -> int:
+    """Run the array task and return the exit code.
+
+    Raises:
+        MegatronError: An option is wrong, or this is no Slurm job.
+        OSError: A file cannot be read or written.
+    """
+    if not command:
+        raise ConfigError(
+            "nothing to train: put -- pretrain_gpt.py and its arguments after the options"
+        )
+    refuse_errors(check_arguments(options))
 
     # An alert that cannot be sent must not stop the actions that follow, such as requeueing.
     def send_alert(text: str) -> None:
@@ -115,25 +101,16 @@ def main(argv: list[str] | None = None) -> int:
         ).troubles:
             print_to_stderr(f"error: {trouble}")
 
-    try:
-        outcome = run_array_task(
-            ArrayTask(
-                save=options.save,
-                main_log=options.main_log,
-                command=tuple(command),
-                kill_switch=options.kill_switch,
-                max_failed_starts=options.max_failed_starts,
-                max_restarts=options.max_restarts,
-                restart_hours=options.restart_hours,
-                train_nodes=options.train_nodes,
-                nodes=options.limits if options.check_nodes else None,
-                srun=options.srun,
-                alert=send_alert,
-            )
+    shared = {each.name: getattr(options, each.name) for each in fields(ArrayTaskOptions)}
+    outcome = run_array_task(
+        ArrayTask(
+            **shared,
+            command=command,
+            nodes=options.limits if options.check_nodes else None,
+            srun=options.srun,
+            alert=send_alert,
         )
-    except (MegatronError, OSError) as error:
-        print_to_stderr(f"error: {error}")
-        return exit_codes.USER_ERROR
+    )
     # Slurm records this code. The actions themselves are done already.
     return EXIT_CODES[outcome]
 

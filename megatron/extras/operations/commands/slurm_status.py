@@ -25,7 +25,7 @@ import tyro
 
 from megatron.console.parse import parse_arguments
 from megatron.console.run_tool import run_tool
-from megatron.extras.operations.monitor.alerts import Outlets, check_outlets, deliver
+from megatron.extras.operations.monitor.alerts import Outlets, check_outlets
 from megatron.extras.operations.monitor.status import StatusLimits, WatchedRun, check_run
 from megatron.plan.rules.finding import refuse_errors
 
@@ -55,19 +55,7 @@ def _report_status(given: SlurmStatusArguments) -> int:
     found = check_run(
         WatchedRun(given.job_name, given.outlets.main_log, given.run, given.user, given.limits)
     )
-    # Slurm may not answer. Then there is nothing to report about the jobs, only the trouble.
-    if found.pulse is None:
-        pulses = []
-    else:
-        pulses = [found.pulse]
-    delivery = deliver(
-        found.alerts,
-        given.outlets,
-        watched=found.watched,
-        pulses=pulses,
-        runs=[given.run] if given.run else [],
-    )
-    return delivery.report(found.troubles, alert=bool(found.alerts))
+    return found.deliver(given.outlets, [given.run] if given.run else [])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Reports and alerts about a run, its jobs and its disks.
+"""Reports and alerts about a run and its jobs.
 
-`status` checks a run, `disk_watch` its disks, and `alerts` sends what they find.
+`status` checks a run, and `alerts` sends what it and the check of disks find.
 """

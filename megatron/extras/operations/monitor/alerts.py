@@ -133,6 +133,36 @@ class Delivery:
         return exit_codes.SUCCESS
 
 
+@dataclass
+class CheckFindings:
+    """What one check found."""
+
+    pulses: list[str] = field(default_factory=list)
+    """Texts of PULSE lines."""
+    alerts: list[Alert] = field(default_factory=list)
+    watched: set[str] = field(default_factory=set)
+    """Kinds of alerts that were checked. One that is not among `alerts` has ended."""
+    troubles: list[str] = field(default_factory=list)
+    """What could not be read, examined or written, and why."""
+
+    def add_alert(self, kind: str, text: str) -> None:
+        """Add an alert. Its kind was checked."""
+        self.watched.add(kind)
+        self.alerts.append(Alert(kind, text))
+
+    def deliver(self, outlets: Outlets, runs: Sequence[Path]) -> int:
+        """Write and send everything, and return the exit code of the tool.
+
+        Args:
+            outlets: Where the lines go.
+            runs: Folders of runs, whose chronicles get the alerts.
+        """
+        delivery = deliver(
+            self.alerts, outlets, watched=self.watched, pulses=self.pulses, runs=runs
+        )
+        return delivery.report(self.troubles, alert=bool(self.alerts))
+
+
 def deliver(
     alerts: Sequence[Alert],
     outlets: Outlets,

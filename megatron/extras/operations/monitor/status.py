@@ -26,7 +26,7 @@ from megatron.checkpoint.manifest import MANIFEST
 from megatron.extras.operations.chronicle.goodput import compute_goodput, format_goodput
 from megatron.extras.operations.chronicle.history import read_history
 from megatron.extras.operations.monitor.alerts import (
-    Alert,
+    CheckFindings,
     format_time,
     parse_own_line_time,
     read_record,
@@ -93,20 +93,6 @@ def check_limits(limits: StatusLimits) -> Iterator[Finding]:
             f"--slower-than {limits.slower_than:g} must be a fraction, above 0 and below 1, "
             "such as 0.7"
         )
-
-
-@dataclass
-class StatusFindings:
-    """What one check found."""
-
-    pulse: str | None = None
-    """None if the queue could not be asked."""
-    alerts: list[Alert] = field(default_factory=list)
-    """Problems that were found."""
-    watched: set[str] = field(default_factory=set)
-    """Kinds of alerts that were checked."""
-    troubles: list[str] = field(default_factory=list)
-    """What could not be examined, and why."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +206,7 @@ class WatchedRun:
         return Path(f"{self.main_log}.status.json")
 
 
-def check_run(run: WatchedRun, now: float | None = None) -> StatusFindings:
+def check_run(run: WatchedRun, now: float | None = None) -> CheckFindings:
     """Check queue, log and checkpoint, and record what the next check needs.
 
     Other errors are not raised. They are among the findings.
@@ -235,7 +221,7 @@ def check_run(run: WatchedRun, now: float | None = None) -> StatusFindings:
     refuse_errors(check_limits(run.limits))
     if now is None:
         now = time.time()
-    found = StatusFindings()
+    found = CheckFindings()
     try:
         # A damaged memory only delays some alerts, so the check continues without it.
         before = StatusMemory.read(run.memory)
@@ -247,7 +233,8 @@ def check_run(run: WatchedRun, now: float | None = None) -> StatusFindings:
     tail = _look_at_log(run, before, after, found)
     jobs = _look_at_queue(run, found)
     if jobs is not None:
-        found.pulse = _check_queue(run, jobs, tail, found, now) + _describe_goodput(run, found)
+        pulse = _check_queue(run, jobs, tail, found, now)
+        found.pulses.append(pulse + _describe_goodput(run, found))
         _check_stall(run, jobs, tail, found, now)
         _check_checkpoint(run, jobs, before, after, found, now)
     if tail is not None:
@@ -266,7 +253,7 @@ def check_run(run: WatchedRun, now: float | None = None) -> StatusFindings:
 # The queue
 
 
-def _look_at_queue(run: WatchedRun, found: StatusFindings) -> list[QueuedJob] | None:
+def _look_at_queue(run: WatchedRun, found: CheckFindings) -> list[QueuedJob] | None:
     """Return the run's jobs, or None if the queue cannot be asked."""
     kind = f"{run.job_name} queue"
     found.watched.add(kind)
@@ -274,7 +261,7 @@ def _look_at_queue(run: WatchedRun, found: StatusFindings) -> list[QueuedJob] | 
         return ask_queue(run.job_name, run.user)
     except OperationsError as error:
         found.troubles.append(str(error))
-        found.alerts.append(Alert(kind, f"{run.job_name}: the queue cannot be queried: {error}"))
+        found.add_alert(kind, f"{run.job_name}: the queue cannot be queried: {error}")
         return None
 
 
@@ -282,7 +269,7 @@ def _check_queue(
     run: WatchedRun,
     jobs: Sequence[QueuedJob],
     tail: LogTail | None,
-    found: StatusFindings,
+    found: CheckFindings,
     now: float,
 ) -> str:
     """Check that something runs or is queued, and return the PULSE line."""
@@ -299,7 +286,7 @@ def _check_queue(
             f"{tail.kill_switch} and submit a job"
         )
     if problem is not None:
-        found.alerts.append(Alert(kind, problem))
+        found.add_alert(kind, problem)
     return format_pulse(run.job_name, jobs, now)
 
 
@@ -307,7 +294,7 @@ def _check_queue(
 
 
 def _look_at_log(
-    run: WatchedRun, before: StatusMemory, after: StatusMemory, found: StatusFindings
+    run: WatchedRun, before: StatusMemory, after: StatusMemory, found: CheckFindings
 ) -> LogTail | None:
     """Return the end of the log, or None if it cannot be read."""
     kind = f"{run.job_name} log"
@@ -318,9 +305,7 @@ def _look_at_log(
         found.troubles.append(
             f"{run.main_log} cannot be read ({error.strerror}); give the run's main log"
         )
-        found.alerts.append(
-            Alert(kind, f"{run.job_name}: its log cannot be checked: {found.troubles[-1]}")
-        )
+        found.add_alert(kind, f"{run.job_name}: its log cannot be checked: {found.troubles[-1]}")
         return None
     after.read_bytes = tail.read_bytes
     after.output_at = tail.output_at
@@ -449,7 +434,7 @@ def _check_stall(
     run: WatchedRun,
     jobs: Sequence[QueuedJob],
     tail: LogTail | None,
-    found: StatusFindings,
+    found: CheckFindings,
     now: float,
 ) -> None:
     """Check that the log grows while a job runs.
@@ -473,16 +458,14 @@ def _check_stall(
             last = "the log has no training output"
         else:
             last = f"the last output was at {format_time(tail.output_at)}"
-        found.alerts.append(
-            Alert(
-                kind,
-                f"{run.job_name} is running, but has written nothing to {run.main_log} for "
-                f"{format_duration(silent)}; {last}",
-            )
+        found.add_alert(
+            kind,
+            f"{run.job_name} is running, but has written nothing to {run.main_log} for "
+            f"{format_duration(silent)}; {last}",
         )
 
 
-def _check_finite(run: WatchedRun, tail: LogTail, found: StatusFindings) -> None:
+def _check_finite(run: WatchedRun, tail: LogTail, found: CheckFindings) -> None:
     """Check that losses and gradients are finite."""
     kind = f"{run.job_name} not finite"
     found.watched.add(kind)
@@ -503,12 +486,11 @@ def _check_finite(run: WatchedRun, tail: LogTail, found: StatusFindings) -> None
             f"{len(bad)} of the newest {len(window)} log lines have a loss or gradient "
             "that is not finite"
         )
-        found.alerts.append(
-            Alert(kind, f"{run.job_name}: {text}, the last at iteration {last['iteration']}{nans}")
-        )
+        text += f", the last at iteration {last['iteration']}{nans}"
+        found.add_alert(kind, f"{run.job_name}: {text}")
 
 
-def _check_speed(run: WatchedRun, tail: LogTail, found: StatusFindings) -> None:
+def _check_speed(run: WatchedRun, tail: LogTail, found: CheckFindings) -> None:
     """Check that the run has not become slower.
 
     TFLOPs of one device are compared, because neither batch size nor number of nodes changes them
@@ -546,13 +528,12 @@ def _check_speed(run: WatchedRun, tail: LogTail, found: StatusFindings) -> None:
                 f"{newest:.4g} {unit} (median of the newest {_SPEED_LINES} log lines) "
                 f"instead of {earlier:.4g} earlier"
             )
-            found.alerts.append(
-                Alert(kind, f"{run.job_name} has become slower: {text}, {newest / earlier:.0%}")
-            )
+            text += f", {newest / earlier:.0%}"
+            found.add_alert(kind, f"{run.job_name} has become slower: {text}")
         return
 
 
-def _describe_goodput(run: WatchedRun, found: StatusFindings) -> str:
+def _describe_goodput(run: WatchedRun, found: CheckFindings) -> str:
     """Return the end of the PULSE line: the goodput, or nothing if the run has no records yet."""
     if run.run is None:
         return ""
@@ -566,12 +547,12 @@ def _describe_goodput(run: WatchedRun, found: StatusFindings) -> str:
         return ""
 
 
-def _check_slow_ranks(run: WatchedRun, tail: LogTail, found: StatusFindings) -> None:
+def _check_slow_ranks(run: WatchedRun, tail: LogTail, found: CheckFindings) -> None:
     """Check that no rank computes more slowly than the others."""
     kind = f"{run.job_name} slow ranks"
     found.watched.add(kind)
     if tail.slow_ranks:
-        found.alerts.append(Alert(kind, f"{run.job_name}: the others wait for {tail.slow_ranks}"))
+        found.add_alert(kind, f"{run.job_name}: the others wait for {tail.slow_ranks}")
 
 
 # The checkpoint
@@ -582,7 +563,7 @@ def _check_checkpoint(
     jobs: Sequence[QueuedJob],
     before: StatusMemory,
     after: StatusMemory,
-    found: StatusFindings,
+    found: CheckFindings,
     now: float,
 ) -> None:
     """Check that the newest checkpoint is recent enough.
@@ -602,9 +583,7 @@ def _check_checkpoint(
         else:
             saved_at = (find_stored_folder(run.run, iteration) / MANIFEST).stat().st_mtime
     except (CheckpointError, OSError) as error:
-        found.alerts.append(
-            Alert(kind, f"{run.job_name}: the newest checkpoint cannot be found: {error}")
-        )
+        found.add_alert(kind, f"{run.job_name}: the newest checkpoint cannot be found: {error}")
         return
     running = max((job.running_seconds or 0.0 for job in jobs if job.runs), default=0.0)
     # The checkpoint is the same as at the last check, so the time that jobs ran since then is
@@ -629,4 +608,4 @@ def _check_checkpoint(
                 f"{format_time(saved_at)}"
             )
             text += f"; since then jobs ran for {format_duration(unsaved)}"
-        found.alerts.append(Alert(kind, f"{run.job_name}: {text}"))
+        found.add_alert(kind, f"{run.job_name}: {text}")

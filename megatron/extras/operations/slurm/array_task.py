@@ -15,10 +15,15 @@ import time
 
 from megatron.base.errors import OperationsError
 from megatron.extras.operations.slurm import attempts, client
+from megatron.extras.operations.slurm.client import Signals, log
 from megatron.extras.operations.slurm.exclusion import HostExclusion
-from megatron.extras.operations.slurm.srun_step import Signals, log
-from megatron.extras.operations.slurm.start import StartEnd, TrainingStarts
-from megatron.extras.operations.slurm.task import IN_ORDER, ArrayTask, TaskOutcome
+from megatron.extras.operations.slurm.start import (
+    IN_ORDER,
+    ArrayTask,
+    StartEnd,
+    TaskOutcome,
+    TrainingStarts,
+)
 from megatron.observe.log_line import format_kill_switch_line
 
 

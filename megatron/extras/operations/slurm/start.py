@@ -9,21 +9,99 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from megatron.base import exit_codes
 from megatron.base.error_report import FOLDER_VARIABLE, ErrorReport
 from megatron.base.errors import FaultyHostError, HungRanksError
 from megatron.base.outside_file import load_json, open_regular
 from megatron.checkpoint.lease import RESTART_VARIABLE
 from megatron.extras.operations.slurm import client, node_report
-from megatron.extras.operations.slurm.client import Allocation
+from megatron.extras.operations.slurm.client import Allocation, Signals, log, run_step
 from megatron.extras.operations.slurm.exclusion import HostExclusion
-from megatron.extras.operations.slurm.srun_step import Signals, log, run_step
-from megatron.extras.operations.slurm.task import ArrayTask, TaskOutcome
+from megatron.extras.operations.slurm.node_report import NodeLimits
 from megatron.observe.log_line import format_training_complete_line
+
+
+class TaskOutcome(Enum):
+    """Reason why an array task ended. The value is written to the log and to attempts.jsonl."""
+
+    LEFT = "left in order"
+    """The training saved and stopped by a time limit or a signal. The next array task continues."""
+    COMPLETE = "training is complete"
+    KILL_SWITCH = "kill switch"
+    ENDED_BY_SLURM = "ended by Slurm"
+    """The job was cancelled, preempted or out of time before the training could save.
+
+    Slurm or the operator decides whether it is started again.
+    """
+    NEEDS_PEOPLE = "error that needs a person"
+    BAD_NODES = "bad nodes"
+    CRASHED = "crashed"
+    CRASH_LOOP = "crash loop"
+
+
+IN_ORDER = frozenset(
+    outcome.value
+    for outcome in (
+        TaskOutcome.LEFT,
+        TaskOutcome.COMPLETE,
+        TaskOutcome.KILL_SWITCH,
+        TaskOutcome.ENDED_BY_SLURM,
+    )
+)
+"""Recorded outcomes that do not count as failed starts."""
+EXIT_CODES = {
+    TaskOutcome.LEFT: exit_codes.SUCCESS,
+    TaskOutcome.COMPLETE: exit_codes.SUCCESS,
+    TaskOutcome.KILL_SWITCH: exit_codes.SUCCESS,
+    TaskOutcome.ENDED_BY_SLURM: exit_codes.FOUND,
+    TaskOutcome.CRASHED: exit_codes.FOUND,
+    TaskOutcome.BAD_NODES: exit_codes.FOUND,
+    TaskOutcome.NEEDS_PEOPLE: exit_codes.USER_ERROR,
+    TaskOutcome.CRASH_LOOP: exit_codes.NOT_DONE,
+}
+"""Outcome -> exit code of the batch script."""
+
+
+@dataclass(frozen=True)
+class ArrayTaskOptions:
+    """What an array task may do. The command line has these options."""
+
+    save: Path
+    """The run's --save folder."""
+    main_log: Path
+    """The run's log. All array tasks append to it."""
+    kill_switch: Path | None = None
+    """The file of --kill-switch-path. Nothing starts while it exists."""
+    max_failed_starts: int = 3
+    """Starts in a row that train nothing, after which the array ends."""
+    max_restarts: int = 5
+    """Restarts in the same job within --restart-hours. After that, a crash requeues the array task.
+    0: each crash requeues it."""
+    restart_hours: float = 6.0
+    """Length of the time in which restarts are counted, in hours."""
+    train_nodes: int | None = None
+    """Nodes that the training needs. The other nodes of the job (sbatch --nodes) are spares. None:
+    all nodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayTask(ArrayTaskOptions):
+    """What one array task runs, and its limits."""
+
+    command: tuple[str, ...]
+    """Path of pretrain_gpt.py and its arguments, or `-m megatron.commands.pretrain` and them."""
+    nodes: NodeLimits | None
+    """What each node must achieve in the check before training. None: nodes are not checked."""
+    srun: tuple[str, ...]
+    """Additional options of srun."""
+    alert: Callable[[str], None]
+    """Function that sends a text to an operator."""
 
 
 def read_reports(folder: Path) -> tuple[list[ErrorReport], list[str]]:

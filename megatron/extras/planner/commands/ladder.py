@@ -29,8 +29,7 @@ from megatron.base import exit_codes
 from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError, DataError
 from megatron.base.plain_text import format_count, print_line, print_to_stderr
-from megatron.console.double_dash import split_at_double_dash
-from megatron.console.parse import parse_arguments
+from megatron.console.parse import parse_arguments, split_at_double_dash
 from megatron.console.run_tool import run_tool
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.operations.chronicle.predicted_loss import (

@@ -10,8 +10,7 @@ from pathlib import Path
 from megatron.base.errors import ConfigError
 from megatron.base.outside_file import load_text
 from megatron.config.compare import compute_config_digest, find_config_differences
-from megatron.config.config_with_origin import LoadedConfig
-from megatron.config.fields import all_fields, flatten
+from megatron.config.fields import LoadedConfig, all_fields, flatten
 from megatron.config.yaml_file import dump_fields
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.commands.plan_source import CommandSource

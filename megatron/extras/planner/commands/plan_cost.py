@@ -6,20 +6,17 @@ formats what it predicts.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.base.durable import replace_file
 from megatron.base.errors import ConfigError
+from megatron.base.plain_text import is_url
 from megatron.config.kernels import KernelsConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.tree import Config
-from megatron.extras.planner.commands.plan_storage import (
-    StoreOptions,
-    describe_storage,
-    plan_storage,
-)
+from megatron.extras.object_store.objects import PART
 from megatron.extras.planner.cost.float8 import list_linears
 from megatron.extras.planner.cost.goodput import (
     FAILURES_PER_1000_NODE_DAYS,
@@ -33,18 +30,19 @@ from megatron.extras.planner.cost.goodput import (
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.layers import Seconds
 from megatron.extras.planner.cost.memory import Verdict
-from megatron.extras.planner.cost.pipeline_simulation import simulate_pipeline
 from megatron.extras.planner.cost.step_prediction import StepPrediction
-from megatron.extras.planner.cost.trace import build_trace
 from megatron.extras.planner.prediction import can_be_predicted, predict_plan
 from megatron.extras.step.float8.recipe import MULTIPLE, fits_float8, list_float8_layers
+from megatron.model.layer_parts import get_activation
 from megatron.plan.run_plan import Plan
-from megatron.run.host_memory import count_checkpoint_bytes
+from megatron.run.start.launch import count_checkpoint_bytes
 
 FLOAT8_ROUNDING = "float8: rounding"
 FLOAT8_SCALES = "float8: messages"
 EXPERT_MESSAGES = "tokens to experts and back"
 """Parts of a step with float8. The messages have largest values, from which scales follow."""
+_UTILISATION = 0.85
+"""Power of a device relative to its limit."""
 _BAR = 50
 """Characters of the bar that shows where the time goes."""
 _LEAST_GAIN = 0.02
@@ -58,13 +56,21 @@ class CostOptions:
     """What a prediction of cost assumes about the cluster, apart from its hardware."""
 
     failures_per_1000_node_days: float = FAILURES_PER_1000_NODE_DAYS
+    """Failures that end the run, for each 1,000 days of a node."""
     restart_minutes: float = 10.0
+    """Minutes from a failure to the first new step."""
     save_gb_per_second: float = 2.0
+    """GB per second at which each node writes a checkpoint while training waits."""
+    store_gb_per_second: float = 1.0
+    """GB per second at which each node exchanges files with the store of an address in --save."""
+    store_price: float = 0.023
+    """Dollars for a GB and month on this store. Default: the list price of S3 in us-east-1."""
+    store_write_price: float = 0.005
+    """Dollars for 1,000 requests that write. An upload has one for every 16 MiB."""
     pue: float = 1.2
+    """Energy of the data centre relative to that of the nodes."""
     carbon_intensity: float = 300.0
-    store: StoreOptions = field(default_factory=StoreOptions)
-    utilisation: float = 0.85
-    """Power of a device relative to its limit."""
+    """Grams of CO2 equivalents of a kilowatt-hour."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,7 @@ def predict_run(
         prediction.job.hardware,
         plan.world_size,
         24 * wall,
-        utilisation=options.utilisation,
+        utilisation=_UTILISATION,
         pue=options.pue,
         grams_per_kilowatt_hour=options.carbon_intensity,
     )
@@ -170,7 +176,7 @@ def build_cost_json(plan: Plan, hardware: Hardware, options: CostOptions) -> dic
     prediction = predict_plan(plan, hardware)
     goodput = predict_goodput(plan, hardware, options)
     run = predict_run(plan, prediction, goodput, options)
-    storage = plan_storage(plan, hardware, prediction.seconds, options.store)
+    storage = plan_storage(plan, hardware, prediction.seconds, options)
     return {
         "hardware": hardware.name,
         "layout": prediction.job.layout.describe(),
@@ -248,9 +254,9 @@ def format_cost(
         *_format_unused_speed(plan, hardware, prediction),
         *_format_run(plan, prediction, goodput, options),
     ]
-    storage = plan_storage(plan, hardware, prediction.seconds, options.store)
+    storage = plan_storage(plan, hardware, prediction.seconds, options)
     if storage is not None:
-        text = describe_storage(plan, storage, options.store)
+        text = describe_storage(plan, storage, options)
         lines.append(_format_row("object store", text))
     return lines
 
@@ -386,8 +392,7 @@ def list_possible_fusions(plan: Plan) -> dict[str, str]:
     accumulates = half and not config.parallel.deepspeed
     possible = {
         "rope_fusion": config.model.position_embedding_type == "rotary",
-        "bias_swiglu_fusion": config.model.glu_activation is not None
-        or config.model.activation == "squared_relu",
+        "bias_swiglu_fusion": get_activation(config.model).has_kernel,
         "cross_entropy_loss_fusion": True,
         "gradient_accumulation_fusion": accumulates,
     }
@@ -560,9 +565,87 @@ def write_trace(prediction: StepPrediction, path: Path) -> None:
             f"--trace {path}: the step has {visits:,} passes of a microbatch through a stage, and "
             f"at most {_MOST_DRAWN:,} are drawn; use a smaller --global-batch-size for it."
         )
-    trace = build_trace(prediction, simulate_pipeline(schedule, prediction.stage_times))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps(trace))
+        replace_file(path, json.dumps(prediction.build_trace()))
     except OSError as failure:
         raise ConfigError(f"--trace {path}: {failure.strerror}; choose another path.") from failure
+
+
+_MONTH_SECONDS = 30 * 86400
+
+
+@dataclass(frozen=True)
+class StoragePlan:
+    """The checkpoints of a run on a store."""
+
+    bytes: int
+    """Bytes of a checkpoint."""
+    upload_seconds: float
+    load_seconds: float
+    saves: float
+    """Checkpoints of a month of training. 0 without --save-interval."""
+    kept: float
+    """Checkpoints that are stored at the end of that month."""
+    dollars: float
+    """What the first month costs: requests, and the storage that grows up to `kept`."""
+    dollars_later: float
+    """What it costs for each later month to keep these checkpoints."""
+
+
+def plan_storage(
+    plan: Plan, hardware: Hardware, step_seconds: float, options: CostOptions
+) -> StoragePlan | None:
+    """Predict the time and the price of a run's checkpoints on a store.
+
+    None if --save is no address.
+
+    Args:
+        plan: The plan, with --save-interval and --keep-latest-checkpoints.
+        hardware: The devices. All nodes transfer their parts at the same time.
+        step_seconds: Predicted seconds of an iteration.
+        options: What is assumed about the store. The prices are in dollars.
+    """
+    config = plan.config.checkpoint
+    if not is_url(config.save or ""):
+        return None
+    size = count_checkpoint_bytes(plan)
+    nodes = -(-plan.world_size // hardware.ranks_per_node)
+    seconds = size / (nodes * options.store_gb_per_second * 1e9)
+    saves = 0.0
+    if config.save_interval:
+        saves = _MONTH_SECONDS / (step_seconds * config.save_interval)
+    # While a checkpoint is uploaded, the ones before it are still there.
+    most = saves
+    if config.keep_latest_checkpoints is not None:
+        most = min(saves, config.keep_latest_checkpoints + 1)
+    monthly = options.store_price * size / 1e9
+    # The storage grows evenly to its maximum, and stays there.
+    mean = most * (1 - most / (2 * saves)) if saves else 0.0
+    # Each rank's last part is not full, so a request for each rank is added.
+    writes = saves * (size / PART + plan.world_size)
+    return StoragePlan(
+        bytes=size,
+        upload_seconds=seconds,
+        load_seconds=seconds,
+        saves=saves,
+        kept=most,
+        dollars=mean * monthly + options.store_write_price * writes / 1000,
+        dollars_later=most * monthly,
+    )
+
+
+def describe_storage(plan: Plan, found: StoragePlan, options: CostOptions) -> str:
+    """Return the prediction in words."""
+    text = (
+        f"{found.bytes / 1e9:,.3g} GB upload in {found.upload_seconds:,.3g} s and load in "
+        f"{found.load_seconds:,.3g} s at {options.store_gb_per_second:g} GB/s for each node"
+    )
+    if not found.saves:
+        return text
+    interval = plan.config.checkpoint.save_interval
+    return (
+        f"{text}; --save-interval {interval} gives {found.saves:,.0f} a month for "
+        f"${found.dollars:,.2f}, and ${found.dollars_later:,.2f} for each month that the last "
+        f"{found.kept:,.0f} are kept"
+    )

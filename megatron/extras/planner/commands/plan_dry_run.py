@@ -1,16 +1,20 @@
 """The part of the plan that is measured on fake GPUs: `tools/plan.py --dry-run`."""
 
+import multiprocessing
+import os
 from collections.abc import Sequence
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, replace
 from typing import Any
 
 from megatron.base.errors import ConfigError
 from megatron.base.plain_text import format_bytes
 from megatron.extras.planner.dry_run.process import (
+    call_on_fake_gpu,
     choose_fake_kernels,
     choose_microbatches,
     list_rank_kinds,
-    run_ranks,
+    open_pool,
 )
 from megatron.extras.planner.dry_run.record import RankReport
 from megatron.plan.run_plan import Plan
@@ -47,6 +51,54 @@ def run_dry(plan: Plan, microbatches: int | None, imbalance: float = 1.0) -> lis
         fullest = max(reports, key=lambda report: report.step.peak_bytes)
         reports += run_ranks(plan, [fullest.rank], microbatches, worst)
     return reports
+
+
+def run_ranks(
+    plan: Plan, ranks: Sequence[int], microbatches: int, imbalance: float = 1.0
+) -> list[RankReport]:
+    """Run a step of each rank, and return the reports in the order of `ranks`.
+
+    Args:
+        plan: A plan without errors.
+        ranks: Ranks of the plan's world.
+        microbatches: Number of microbatches of a step.
+        imbalance: Rows of a rank's experts, in multiples of the mean.
+
+    Raises:
+        ConfigError: There is no C++ compiler, a process ended, or torch is too old for the flags.
+        TrainingError: The step raised.
+    """
+    plan = choose_fake_kernels(plan)
+    # The ranks are independent of each other, so each process takes the next one when it is free.
+    # Each process takes some seconds to start, so there are no more than there is work.
+    workers = min(len(ranks), len(os.sched_getaffinity(0)))
+    others = set(multiprocessing.active_children())
+    with open_pool(workers) as pool:
+        try:
+            steps = [
+                pool.submit(call_on_fake_gpu, _run_one, plan, rank, microbatches, imbalance)
+                for rank in ranks
+            ]
+            return [step.result() for step in steps]
+        except BrokenProcessPool as error:
+            raise ConfigError(
+                f"--dry-run: a process of it ended ({error}); the host may be out of memory, so "
+                "give --dry-run-microbatches a smaller number. If that does not help, a compiled "
+                "file may be damaged: remove the folder megatron-3d in ~/.cache"
+            ) from error
+        except KeyboardInterrupt:
+            # Leaving the pool would wait for the steps that run.
+            for process in set(multiprocessing.active_children()) - others:
+                process.kill()
+            raise
+
+
+def _run_one(plan: Plan, rank: int, microbatches: int, imbalance: float) -> RankReport:
+    """Run a step of one rank in a process of the pool."""
+    # Not at the top, because the guard must be loaded before torch is imported.
+    from megatron.extras.planner.dry_run.fake_rank import run_rank
+
+    return run_rank(plan, rank, microbatches, imbalance=imbalance)
 
 
 def _check_microbatches(plan: Plan, microbatches: int) -> None:

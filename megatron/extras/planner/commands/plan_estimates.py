@@ -1,20 +1,32 @@
-"""Estimates of memory and FLOPs for a plan, from its configuration alone.
+"""Estimates of memory, FLOPs and communication for a plan, from its configuration alone.
 
 The bytes of parameters are those of `cost.memory`. The activations are those of Korthikanti et al.
 2022, https://arxiv.org/abs/2205.05198, which do not know how this trainer allocates. The plan
 prints them beside the peak, because people compare them with other trainers. The notation is that
 of `megatron.model.flops`.
+
+The time of communication is estimated for each --sharding-strategy, to name the one to use. The
+padding of rows is left out. docs/sharding.md explains the formulas.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+from megatron.extras.planner.cost.communication import CommunicationTime
+from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.memory import (
     ParameterMemory,
+    Verdict,
     estimate_parameter_memory,
     estimate_stage_memory,
 )
-from megatron.extras.planner.prediction import describe_layout, get_recomputed_share
+from megatron.extras.planner.cost.step_prediction import (
+    StepPrediction,
+    estimate_data_parallel_time,
+)
+from megatron.extras.planner.prediction import describe_layout, get_recomputed_share, predict_plan
 from megatron.model import flops
 from megatron.model.flops import get_widths
 from megatron.model.partition import select_stages_of_rank
@@ -110,10 +122,7 @@ def estimate_layer_activation_bytes(
     """
     w = get_widths(shape)
     t = tensor_parallel_size
-    if half:
-        value = 2
-    else:
-        value = 4
+    value = 2 if half else 4
     # Inputs of norms and column-parallel linear layers, and the masks of dropout at one byte each.
     replicated = value * 4 * w.h + (2 * w.h if shape.config.hidden_dropout else 0)
     # Queries, keys, values, the attention's output and the MLP's inner activations.
@@ -143,15 +152,8 @@ def estimate_layer_input_bytes(
     In half precision this is 2 s b h (2205.05198, section 5).
     """
     values = shape.config.seq_length * micro_batch_size * shape.config.hidden_size
-    if half:
-        bytes_of_value = 2
-    else:
-        bytes_of_value = 4
-    if sequence_parallel:
-        ranks = tensor_parallel_size
-    else:
-        ranks = 1
-    return bytes_of_value * values // ranks
+    ranks = tensor_parallel_size if sequence_parallel else 1
+    return (2 if half else 4) * values // ranks
 
 
 def estimate_stage_activation_bytes(
@@ -259,3 +261,81 @@ def compute_flops(plan: Plan) -> dict[str, int | None]:
         ),
         "model_whole_run": whole_run,
     }
+
+
+@dataclass(frozen=True)
+class StrategyEstimate:
+    """What one way to shard needs."""
+
+    name: str
+    flags: str
+    """The flags that choose it."""
+    communication: CommunicationTime
+    memory: int
+    """Bytes of the rank that needs most: parameters and activations."""
+    verdict: Verdict
+    """Whether the strategy fits in the memory of a device."""
+    step_seconds: float
+    """Predicted seconds of a step. Communication that does not overlap is included."""
+
+
+def estimate_compute_seconds(plan: Plan, hardware: Hardware) -> float:
+    """Estimate the seconds of computation in a step on the busiest rank.
+
+    The idle time of the pipeline is left out. Tensor-parallel communication is included, because
+    the computation waits for it.
+    """
+    return max(rank.total for rank in predict_plan(plan, hardware).rank_seconds)
+
+
+def estimate_strategies(plan: Plan, hardware: Hardware) -> list[StrategyEstimate]:
+    """Return an estimate for each strategy. The plan's own choice is added if it is another one.
+
+    hsdp is left out if its groups do not divide the ranks, or if one group has all of them.
+    """
+    parallel = plan.config.parallel
+    data = plan.weight_ranks
+    tensor = max(1, parallel.tensor_model_parallel_size)
+    node = max(1, hardware.ranks_per_node // tensor)
+    if plan.copies > 1 and plan.shard_size > 1 and plan.zero_stage == 3:
+        node = plan.shard_size
+    ways = [("fsdp", "--sharding-strategy fsdp", 3, data)]
+    if 1 < node < data and data % node == 0:
+        flags = f"--sharding-strategy hsdp --hsdp-shard-size {node}"
+        ways.append((f"hsdp {node}", flags, 3, node))
+    ways.append(("ddp", "--sharding-strategy ddp", 0, 1))
+    ways.append(("ZeRO 1", "--zero-stage 1", 1, data))
+    if (plan.zero_stage, plan.shard_size) not in {(stage, size) for _, _, stage, size in ways}:
+        name = f"ZeRO {plan.zero_stage}"
+        flags = f"--zero-stage {plan.zero_stage}"
+        if plan.copies > 1:
+            name += f" on {plan.shard_size}"
+            flags += f" --hsdp-shard-size {plan.shard_size}"
+        ways.append((name, flags, plan.zero_stage, plan.shard_size))
+    return [_estimate(plan, hardware, *way) for way in ways]
+
+
+def choose_strategy(estimates: Sequence[StrategyEstimate]) -> StrategyEstimate | None:
+    """Return the strategy that fits in memory and has the shortest step.
+
+    If none fits, it is one that may fit. None if none of them may fit.
+    """
+    for verdict in (Verdict.FITS, Verdict.MAY_FIT):
+        fitting = [each for each in estimates if each.verdict is verdict]
+        if fitting:
+            return min(fitting, key=lambda each: each.step_seconds)
+    return None
+
+
+def _estimate(
+    plan: Plan, hardware: Hardware, name: str, flags: str, stage: int, size: int
+) -> StrategyEstimate:
+    prediction = predict_plan(plan, hardware)
+    layout = replace(prediction.job.layout, zero_stage=stage, shard=size)
+    job = replace(prediction.job, layout=layout)
+    # The rank with most parameters sends most.
+    fullest = plan.stage_parameters.index(max(plan.stage_parameters))
+    time = estimate_data_parallel_time(job, plan.stages, fullest)
+    changed = StepPrediction(job)
+    memory = round(changed.peak_bytes)
+    return StrategyEstimate(name, flags, time, memory, changed.verdict, changed.seconds)

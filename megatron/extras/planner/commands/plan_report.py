@@ -15,22 +15,20 @@ from megatron.config.compare import (
 )
 from megatron.config.optimizer import OptimizerConfig
 from megatron.data.epochs import DatasetUse, describe_epochs
-from megatron.data.planned_phase import PlannedPhase
+from megatron.data.phases import PlannedPhase
 from megatron.extras.planner.commands.plan_cost import format_assumed
 from megatron.extras.planner.commands.plan_estimates import (
     choose_final_schedule,
-    compute_flops,
-    estimate_memory,
-)
-from megatron.extras.planner.commands.plan_strategies import (
     choose_strategy,
+    compute_flops,
     estimate_compute_seconds,
+    estimate_memory,
     estimate_strategies,
 )
-from megatron.extras.planner.cost.experts import count_message_bytes, count_rows
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.layers import LayerTimes
 from megatron.extras.planner.cost.memory import Verdict
+from megatron.extras.planner.cost.parameters import count_message_bytes, count_rows
 from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.prediction import (
     can_be_predicted,
@@ -42,10 +40,9 @@ from megatron.extras.planner.prediction import (
 from megatron.model import flops
 from megatron.plan.run_plan import Plan
 from megatron.schedule.clock import format_duration
-from megatron.schedule.counter_forecast import ForecastPoint
 from megatron.schedule.lr import LRSchedule
 from megatron.schedule.pipeline_schedule import PipelineSchedule
-from megatron.schedule.position import Progress, Steps
+from megatron.schedule.position import ForecastPoint, Progress, Steps
 
 SHOWN_SIZES = 8
 """A ramp-up with more batch sizes than this is shortened in the report."""

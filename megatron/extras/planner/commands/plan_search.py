@@ -4,12 +4,11 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.base.errors import ConfigError
 from megatron.base.plain_text import format_count
-from megatron.config.config_with_origin import ConfigWithOrigin
-from megatron.config.fields import all_fields, flatten
+from megatron.config.fields import ConfigWithOrigin, all_fields, flatten
 from megatron.extras.planner.commands.plan_cost import (
     EXPERT_MESSAGES,
     FLOAT8_ROUNDING,
@@ -43,9 +42,6 @@ from megatron.plan.resolve import resolve
 from megatron.plan.rules.finding import list_errors
 from megatron.plan.rules.kernels import check_float8
 from megatron.plan.run_plan import Plan
-
-if TYPE_CHECKING:
-    pass
 
 _SHOWN = 10
 _SHOWN_FLAGS = ("batch.micro_batch_size", "parallel.zero_stage")

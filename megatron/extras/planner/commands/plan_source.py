@@ -9,15 +9,16 @@ import os
 import re
 import shlex
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from itertools import pairwise, takewhile
 from pathlib import Path
+from typing import Any, get_origin, get_type_hints
 
 from megatron.base.errors import ConfigError
 from megatron.base.plain_text import format_some, make_plain
-from megatron.console.double_dash import split_at_double_dash
+from megatron.console.parse import split_at_double_dash
 from megatron.extras.interop.translators.launch_script import (
     SCRIPT_SUFFIXES,
     LaunchScript,
@@ -26,45 +27,6 @@ from megatron.extras.interop.translators.launch_script import (
 )
 from megatron.tokenizer.vocabulary import find_published_size
 
-_SWITCHES = frozenset(
-    {
-        "--dry-run",
-        "--help",
-        "--json",
-        "--no-dry-run",
-        "--no-json",
-        "--no-allow-fp8",
-        "--no-search",
-        "--search",
-        "--allow-fp8",
-        "-h",
-    }
-)
-"""The tool's own flags without a value."""
-_WITH_VALUE = frozenset(
-    {
-        "--carbon-intensity",
-        "--store-gb-per-second",
-        "--store-price",
-        "--store-write-price",
-        "--consumed-samples",
-        "--device-memory-gib",
-        "--dry-run-microbatches",
-        "--explain",
-        "--failures-per-1000-node-days",
-        "--hardware",
-        "--pue",
-        "--ranks-per-node",
-        "--restart-minutes",
-        "--save-gb-per-second",
-        "--script-args",
-        "--trace",
-        "--usable-share",
-        "--write-config",
-        "--world-size",
-    }
-)
-"""The tool's own flags with one value."""
 _SCHEDULER = re.compile(
     r"(SLURM_(?!JWT)|SBATCH_|PBS_|LSB_|COBALT_|FLUX_|OMPI_COMM_|PMI_)\w*"
     r"|MASTER_(ADDR|PORT)|(LOCAL_|NODE_)?RANK|WORLD_SIZE|NNODES"
@@ -98,41 +60,71 @@ class CommandSource:
     assumed_vocabulary: int | None = None
 
 
-def split_arguments(
-    argv: list[str],
-    switches: Collection[str] = _SWITCHES,
-    with_value: Collection[str] = _WITH_VALUE,
-) -> tuple[list[str], list[str]]:
+@dataclass(frozen=True)
+class OwnFlags:
+    """The flags of a tool, by how many values they take."""
+
+    switches: frozenset[str]
+    one_value: frozenset[str]
+    any_number: frozenset[str]
+    """Those that take whole numbers, until the first other word."""
+
+
+def list_own_flags(arguments: Any) -> OwnFlags:
+    """Return the flags of a tool.
+
+    Args:
+        arguments: The dataclass of its command line.
+    """
+    switches = {"--help", "-h"}
+    one_value: set[str] = set()
+    any_number: set[str] = set()
+    hints: dict[str, Any] = get_type_hints(arguments)
+    for name, kind in hints.items():
+        flag = f"--{name.replace('_', '-')}"
+        if kind is bool:
+            switches |= {flag, f"--no-{flag[2:]}"}
+        elif get_origin(kind) is tuple:
+            any_number.add(flag)
+        elif is_dataclass(kind):
+            # Its fields are flags without its own name.
+            one_value |= list_own_flags(kind).one_value
+        else:
+            one_value.add(flag)
+    return OwnFlags(frozenset(switches), frozenset(one_value), frozenset(any_number))
+
+
+def split_arguments(argv: Sequence[str], arguments: type) -> tuple[list[str], list[str]]:
     """Split a command line into a tool's own arguments and the training command's.
 
     Arguments are recognised by name. Everything after '--' belongs to the training command.
 
     Args:
         argv: The words of the command line.
-        switches: The tool's flags without a value.
-        with_value: The tool's flags with one value.
+        arguments: The dataclass of the tool's command line.
     """
     # tyro would refuse the training flags, so each word is assigned here.
-    words, after = split_at_double_dash(argv)
+    flags = list_own_flags(arguments)
+    words, after = split_at_double_dash(list(argv))
     own: list[str] = []
     training: list[str] = []
     while words:
         word = words.pop(0)
         name = word.partition("=")[0].replace("_", "-")
-        if name in switches:
+        if name in flags.switches:
             own.append(word)
-        elif name in with_value:
+        elif name in flags.one_value:
             # The value is attached with '=', or it is the next word.
             if "=" not in word and words:
                 word += f"={words.pop(0)}"
             own.append(word)
-        elif name == "--at":
+        elif name in flags.any_number:
             values = word.partition("=")[2].replace(",", " ").split()
-            # `--at` takes any number of values. The first word that is no number ends them.
-            # Negative numbers are taken too, so that the message about them names this flag.
+            # The first word that is no number ends them. Negative numbers are taken too, so that
+            # the message about them names this flag.
             while words and re.fullmatch(r"-?\d[\d_]*", words[0]):
                 values.append(words.pop(0))
-            own += ["--at", *values]
+            own += [name, *values]
         else:
             training.append(word)
     return own, training + (after or [])
@@ -239,14 +231,20 @@ def _assume_vocabulary(source: CommandSource, script: Path) -> CommandSource:
     )
 
 
-def explain_errors(source: CommandSource, errors: Sequence[str]) -> list[str]:
+def explain_errors(source: CommandSource, errors: Sequence[str], arguments: type) -> list[str]:
     """Return the errors of a plan with their fixes, or one error about what the script lacks.
 
     The other errors may follow from the missing values, so they come after these are given.
+
+    Args:
+        source: The training command.
+        errors: The errors of its plan.
+        arguments: The dataclass of the tool's command line.
     """
     command = source.command
     if command is None or source.script is None:
-        return [_explain_own_flag(error) for error in errors]
+        own = list_own_flags(arguments)
+        return [_explain_own_flag(error, own) for error in errors]
     text = "\n".join(errors)
     if any(_has_value(text, name) for name in command.parameters):
         return [_describe_arguments(command, source.script)]
@@ -298,12 +296,13 @@ def _describe_unread(command: LaunchScript) -> Iterator[str]:
         )
 
 
-def _explain_own_flag(error: str) -> str:
+def _explain_own_flag(error: str, flags: OwnFlags) -> str:
     """Return an error, with its fix if it is about a flag of this tool after '--'."""
     found = re.match(r"unknown flag (--[\w-]+)", error)
-    if found is None or found[1].replace("_", "-") not in {*_SWITCHES, *_WITH_VALUE, "--at"}:
+    own = flags.switches | flags.one_value | flags.any_number
+    if found is None or found[1].replace("_", "-") not in own:
         return error
-    return f"{found[0]}; it is a flag of plan.py, so write it before '--'."
+    return f"{found[0]}; it is a flag of this tool, so write it before '--'."
 
 
 def _has_value(text: str, name: str) -> bool:

@@ -4,6 +4,6 @@ Every function is pure. Nothing here imports torch, starts a process or looks at
 docs/planner_errors.md compares the predictions with published measurements.
 
 `step_prediction` predicts the time of a step from `kernels`, `layers`, `pipeline_simulation` and
-`collectives`. `peak` predicts its memory from `tensors`, and `float8` what is rounded. `search`
+`communication`. `peak` predicts its memory from `tensors`, and `float8` what is rounded. `search`
 compares layouts. `hardware` reads files of devices.
 """

@@ -1,12 +1,15 @@
-"""What data-parallel ranks send in a step, and how long it takes.
+"""What data-parallel ranks send in a step, and how long messages of all kinds take.
 
 The formulas are those of docs/sharding.md. Traffic is counted exactly, and a test compares it with
 a recorded step. Times are estimates of ring collectives: each of the n - 1 hops has a latency, and
 each rank sends (n - 1) / n of the bytes (https://arxiv.org/abs/1910.02054, section 7).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from megatron.extras.planner.cost.hardware import Hardware, Network
 
 
 @dataclass(frozen=True)
@@ -85,19 +88,6 @@ def count_traffic(
 
 
 @dataclass(frozen=True)
-class Network:
-    """The links of a cluster. Bandwidths are those that one device reaches in one direction."""
-
-    ranks_per_node: int
-    node_bandwidth: float
-    """Bytes per second of a device to the others of its node."""
-    network_bandwidth: float
-    """Bytes per second of a device to other nodes."""
-    hop_seconds: float
-    """Latency of one hop of a ring."""
-
-
-@dataclass(frozen=True)
 class CommunicationTime:
     """Seconds of communication in a step, on each kind of link."""
 
@@ -168,3 +158,72 @@ def estimate_ring_seconds(
             bandwidth = min(bandwidth, network.node_bandwidth)
     hops = collectives.count * (ranks - 1) * network.hop_seconds
     return hops + collectives.bytes * (ranks - 1) / ranks / bandwidth
+
+
+def estimate_collective_seconds(
+    size: float, ranks: int, hardware: Hardware, *, stride: int = 1, passes: int = 1
+) -> float:
+    """Return the seconds of a ring collective of `size` bytes.
+
+    A reduce-scatter or an all-gather is one pass around the ring, and an all-reduce is two.
+    """
+    if ranks == 1:
+        return 0.0
+    return passes * estimate_ring_seconds(Collectives(1, size), ranks, stride, hardware.network)
+
+
+def estimate_all_to_all_seconds(size: float, ranks: int, hardware: Hardware) -> float:
+    """Return the seconds in which neighbouring ranks exchange parts of `size` bytes.
+
+    A rank sends to all others at the same time, over the links inside its node and over those to
+    other nodes.
+    """
+    if ranks == 1:
+        return 0.0
+    network = hardware.network
+    # Neighbours fill a node before the next one begins.
+    near = min(ranks, max(1, network.ranks_per_node))
+    inside = size * (near - 1) / ranks / network.node_bandwidth
+    between = size * (ranks - near) / ranks / network.network_bandwidth
+    return max(inside, between) + network.hop_seconds
+
+
+def estimate_small_all_reduce_seconds(
+    size: float, ranks: int, hardware: Hardware, *, stride: int = 1
+) -> float:
+    """Return the seconds of an all-reduce whose time is mostly its latency.
+
+    NCCL sends small messages over trees, whose latency grows with the logarithm of the ranks
+    (https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4).
+    """
+    if ranks == 1:
+        return 0.0
+    ring = estimate_collective_seconds(size, ranks, hardware, stride=stride, passes=2)
+    bandwidth = hardware.network.node_bandwidth
+    if ranks * stride > hardware.ranks_per_node:
+        bandwidth = hardware.network.network_bandwidth
+    hops = 2 * math.ceil(math.log2(ranks))
+    return min(ring, hops * hardware.network.hop_seconds + 2 * size / bandwidth)
+
+
+def estimate_added_seconds(communication: float, hidden: float, contention: float) -> float:
+    """Return the seconds that communication adds to computation.
+
+    Args:
+        communication: Seconds of the communication.
+        hidden: Seconds of computation that run at the same time.
+        contention: Seconds that computation loses for each second of both.
+    """
+    # What is hidden is not free: it slows the computation.
+    covered = min(communication, hidden)
+    return communication - covered + contention * covered
+
+
+def estimate_message_seconds(size: float, stride: int, hardware: Hardware) -> float:
+    """Return the seconds in which rank r sends `size` bytes to rank r + `stride`."""
+    network = hardware.network
+    # Both ranks are on one node only if the node holds more ranks than lie between them.
+    bandwidth = network.node_bandwidth
+    if stride >= hardware.ranks_per_node:
+        bandwidth = network.network_bandwidth
+    return size / bandwidth + network.hop_seconds

@@ -14,18 +14,13 @@ from typing import Literal
 
 from megatron.extras.planner.cost.layout import Float8, RankLayout
 from megatron.extras.step.float8.recipe import fits_float8
+from megatron.model.layer_parts import get_activation
 from megatron.model.shape import ModelShape
 
 _LARGEST = 2
 """Bytes that are read for each element to find the largest value."""
-_ROUNDED = 7
-"""Bytes that are moved to round an element of bf16 without a compiler. Two kernels multiply it by
-the scale and convert it to float8."""
-_ROUNDED_AT_ONCE = 3
-"""The same in one kernel."""
-_COPIED = 2
-"""Bytes that copy an element in float8. A product needs both operands in the order of their inner
-dimension, so some are transposed."""
+_ROUNDED = 3
+"""Bytes that one kernel moves to round an element of bf16."""
 _MASTER = 4
 """Bytes of a weight's master."""
 _COPY = 2
@@ -87,7 +82,7 @@ def list_linears(shape: ModelShape, tensor: int) -> list[Linear]:
     q = config.num_attention_heads * shape.head_dim
     k = shape.query_groups * shape.head_dim
     own_k = max(1, shape.query_groups // tensor) * shape.head_dim
-    entries = 2 if config.glu_activation is not None else 1
+    entries = 1 + get_activation(config).gated
     return [
         Linear(h, (q // tensor + 2 * own_k,), row_parallel=False, complete=(q + 2 * k, h)),
         Linear(q // tensor, (h,), row_parallel=True, complete=(h, q)),
@@ -117,30 +112,21 @@ def count_rounding(
         microbatches: Microbatches of a step.
         layout: The layout.
     """
+    if float8.rounding is not None:
+        other: tuple[Rounding, Rounding] = float8.rounding(
+            linears, tokens, float8, microbatches, layout
+        )
+        return other
     forward = Rounding()
     backward = Rounding()
-    if float8.one_pass:
-        for each in linears:
-            once = _count_one_pass(each, tokens, float8, microbatches, layout)
-            forward += once[0]
-            backward += once[1]
-        return forward, backward
-    # Ranks with sequence parallelism have slices of the tokens.
-    slices = 1
-    if float8.gathers_rounded and layout.sequence_parallel:
-        slices = layout.tensor
     for each in linears:
-        # What is gathered is rounded in slices: inputs of column-parallel layers, and gradients of
-        # the outputs of row-parallel ones.
-        inputs, gradients = tokens // slices, tokens
-        if each.row_parallel:
-            inputs, gradients = tokens, tokens // slices
-        forward += _count_forward(each, inputs, float8, microbatches)
-        backward += _count_backward(each, inputs, gradients, float8)
+        once = _count_layer(each, tokens, float8, microbatches, layout)
+        forward += once[0]
+        backward += once[1]
     return forward, backward
 
 
-def _count_one_pass(
+def _count_layer(
     linear: Linear, tokens: int, float8: Float8, microbatches: int, layout: RankLayout
 ) -> tuple[Rounding, Rounding]:
     """Return what the kernels of this trainer move in both passes."""
@@ -149,8 +135,8 @@ def _count_one_pass(
     gradients = tokens * sum(linear.columns)
     # Rows that are complete on a rank are read once, also for their largest value.
     shared = layout.tensor > 1
-    forward = float(_ROUNDED_AT_ONCE * inputs)
-    backward = float(_ROUNDED_AT_ONCE * gradients)
+    forward = float(_ROUNDED * inputs)
+    backward = float(_ROUNDED * gradients)
     if not float8.rowwise or (shared and linear.row_parallel):
         forward += _LARGEST * inputs
     if not float8.rowwise or (shared and not linear.row_parallel):
@@ -161,59 +147,20 @@ def _count_one_pass(
         if linear.row_parallel or not layout.sequence_parallel:
             forward += inputs
         else:
-            backward += _ROUNDED_AT_ONCE * inputs
+            backward += _ROUNDED * inputs
     sharded = layout.data * layout.context > 1
     if sharded and layout.zero_stage == 3:
         # Each pass writes the order that it needs.
-        forward += _ROUNDED_AT_ONCE * linear.weights
-        backward += _ROUNDED_AT_ONCE * linear.weights
+        forward += _ROUNDED * linear.weights
+        backward += _ROUNDED * linear.weights
     else:
         # Once a step in both orders, from copies in 16 bits or from masters in fp32. It is counted
         # here, because a recomputation does not repeat it.
         read = {True: _COPY, False: _MASTER}[sharded]
         backward += (read + 2) * linear.weights / microbatches
-    small = float8.scale_kernels * (not float8.rowwise)
+    # A kernel computes each scale and its inverse.
+    small = int(not float8.rowwise)
     return Rounding(forward, small), Rounding(backward, small * entries)
-
-
-def _count_forward(linear: Linear, tokens: int, float8: Float8, microbatches: int) -> Rounding:
-    entries = len(linear.columns)
-    elements = tokens * linear.inner
-    once = _ROUNDED_AT_ONCE if float8.fused else _ROUNDED
-    size = (_LARGEST + once) * elements
-    if float8.keeps_rounded:
-        # The transposed copy for the backward pass is written at the same time.
-        size += elements
-    weights = 0.0
-    if float8.weights == "pass":
-        weights = once
-    elif float8.weights == "step":
-        # Both orders of a weight are written once, and used for all microbatches.
-        weights = (_LARGEST + once + 1) / microbatches
-    return Rounding(size + weights * linear.weights, float8.scale_kernels * (1 + entries))
-
-
-def _count_backward(linear: Linear, of_inputs: int, of_gradients: int, float8: Float8) -> Rounding:
-    """Return what a backward pass rounds, from the tokens of inputs and of gradients."""
-    entries = len(linear.columns)
-    gradients = of_gradients * sum(linear.columns)
-    inputs = of_inputs * linear.inner
-    once = _ROUNDED_AT_ONCE if float8.fused else _ROUNDED
-    if float8.keeps_rounded:
-        # A kernel writes both orders of a gradient.
-        return Rounding((_LARGEST + once + 1) * gradients, float8.scale_kernels * entries)
-    size = (_LARGEST + once) * gradients
-    scales = entries
-    if float8.weights == "pass":
-        size += (once + _COPIED) * linear.weights
-        scales += entries
-    else:
-        size += _COPIED * linear.weights
-    if not float8.rowwise:
-        # The product for the weight has both of its operands transposed.
-        size += _COPIED * gradients + (once + _COPIED * entries) * inputs
-        scales += 1
-    return Rounding(size, float8.scale_kernels * scales)
 
 
 def count_step_rounding(linears: Sequence[Linear], layers: int, shards: int) -> Rounding:

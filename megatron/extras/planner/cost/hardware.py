@@ -15,7 +15,19 @@ import yaml
 from megatron.base.errors import ConfigError
 from megatron.base.outside_file import load_text
 from megatron.config.yaml_file import compose, get_line, read_items
-from megatron.extras.planner.cost.communication import Network
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links of a cluster. Bandwidths are those that one device reaches in one direction."""
+
+    ranks_per_node: int
+    node_bandwidth: float
+    """Bytes per second of a device to the others of its node."""
+    network_bandwidth: float
+    """Bytes per second of a device to other nodes."""
+    hop_seconds: float
+    """Latency of one hop of a ring."""
 
 
 @dataclass(frozen=True)

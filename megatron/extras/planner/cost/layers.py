@@ -5,11 +5,15 @@ width d, g query groups, q = a d and k = g d widths of queries and keys, t tenso
 Widths are in elements. An element has 2 bytes, or 4 in fp32.
 """
 
+import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron.extras.planner.cost.collectives import (
+from megatron.config.table import Table
+from megatron.extras.planner.cost.communication import (
     estimate_added_seconds,
+    estimate_all_to_all_seconds,
     estimate_collective_seconds,
     estimate_small_all_reduce_seconds,
 )
@@ -30,7 +34,9 @@ from megatron.extras.planner.cost.kernels import (
     estimate_memory_seconds,
 )
 from megatron.extras.planner.cost.layout import RankLayout, Software
+from megatron.extras.planner.cost.parameters import count_message_bytes, count_rows
 from megatron.extras.planner.cost.tensors import Kernel, choose_kernel
+from megatron.model.layer_parts import get_activation
 from megatron.model.shape import ModelShape
 
 
@@ -60,29 +66,11 @@ class Seconds:
 
     def __add__(self, other: "Seconds") -> "Seconds":
         """Return the sum by parts."""
-        return Seconds(
-            self.gemm + other.gemm,
-            self.attention + other.attention,
-            self.pointwise + other.pointwise,
-            self.tensor + other.tensor,
-            self.gaps + other.gaps,
-            self.rounding + other.rounding,
-            self.scales + other.scales,
-            self.experts + other.experts,
-        )
+        return Seconds(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def scale(self, factor: float) -> "Seconds":
         """Return each part multiplied by `factor`."""
-        return Seconds(
-            factor * self.gemm,
-            factor * self.attention,
-            factor * self.pointwise,
-            factor * self.tensor,
-            factor * self.gaps,
-            factor * self.rounding,
-            factor * self.scales,
-            factor * self.experts,
-        )
+        return Seconds(*(factor * part for part in vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -111,10 +99,35 @@ _EXPOSED = 0.43
 _PADDED = 8
 """Sizes of products are padded to multiples of this."""
 
-# Kernels of a layer apart from those of its attention core. They only matter where there is a time
-# between kernels.
-_KERNELS = 40
-_CORE_KERNELS = 8
+
+@dataclass(frozen=True)
+class _Accesses:
+    """Values that an activation reads and writes for an inner channel of a token, in both passes.
+
+    Without a kernel of its own, both numbers are those of PyTorch's operators.
+    """
+
+    of_kernel: int
+    of_operators: int
+
+
+_GATE = _Accesses(8, 14)
+_ACCESSES = Table(
+    "activation",
+    {
+        # Two accesses forward and three backward.
+        "gelu": _Accesses(5, 5),
+        "squared_relu": _Accesses(5, 10),
+        "xielu": _Accesses(10, 10),
+        "swiglu": _GATE,
+        "geglu": _GATE,
+        "reglu": _GATE,
+        "liglu": _GATE,
+        "clamped_swiglu": _GATE,
+    },
+    # Nobody has counted the others.
+    otherwise=_Accesses(10, 14),
+)
 
 
 class LayerTimes:
@@ -157,7 +170,8 @@ class LayerTimes:
         # With fewer groups than ranks, each rank has one group.
         self._k = max(1, shape.query_groups // layout.tensor) * shape.head_dim
         self._f = self._mlp_width // layout.tensor
-        self._mlp_in = self._f * (2 if config.glu_activation else 1)
+        self._gated = get_activation(config).gated
+        self._mlp_in = self._f * (1 + self._gated)
         self._microbatches = microbatches
         self._in_float8: list[Linear] = []
         """The linear layers with products in float8."""
@@ -183,32 +197,10 @@ class LayerTimes:
         layer = self.estimate_layer(window)
         if self._layout.recompute == "full":
             return Passes(layer.forward, layer.backward + layer.forward)
-        # A flash kernel computes scores again in any case, which its backward pass contains. This
-        # trainer runs the kernel once more even so.
-        again = self._software.counts_tensors or not self._software.flash
-        if self._layout.recompute == "selective" and again:
+        if self._layout.recompute == "selective":
             core = self._estimate_core(window)
             return Passes(layer.forward, layer.backward + core.forward)
-        if self._layout.recompute == "operators":
-            return Passes(layer.forward, layer.backward + self._estimate_operators())
         return layer
-
-    def _estimate_operators(self) -> Seconds:
-        """Estimate the recomputation of a layer that keeps every second matrix product.
-
-        A layer has products for query, key, value, output, gate, up and down, in this order. The
-        first, third, fifth and seventh are kept, and so is the attention.
-        """
-        h = self._shape.config.hidden_size
-        again = [self._make_gemm(self._k, h), self._make_gemm(h, self._q)]
-        if self._shape.config.glu_activation:
-            again.append(self._make_gemm(self._f, h))
-        if self._in_float8:
-            again = [_put_into_float8(each, exact=False) for each in again]
-        # What was rounded is not kept.
-        rounded = Seconds(rounding=self._estimate_float8().forward.rounding)
-        products = Seconds(gemm=self._time_gemms(again))
-        return products + rounded + self._estimate_pointwise().forward
 
     def estimate_embedding(self) -> Passes:
         """Estimate the embedding: a lookup, and a scattered sum in the backward pass."""
@@ -234,7 +226,7 @@ class LayerTimes:
         backward = Seconds(gemm=self._time_gemms(product.derive_backward()), pointwise=loss / 2)
         if self._layout.tensor > 1:
             reduced = self._time_collective(self._value * self._tokens * h, passes=2)
-            backward += Seconds(tensor=reduced * (1 - self._software.hidden_tensor))
+            backward += Seconds(tensor=reduced)
         return Passes(forward, backward)
 
     def _time_gemms(self, products: Sequence[Gemm]) -> float:
@@ -277,7 +269,7 @@ class LayerTimes:
             )
             for each, messages in zip(rounded, sent, strict=True)
         )
-        if float8.one_pass and not float8.rowwise and self._software.fused_gradients:
+        if float8.rounding is None and not float8.rowwise and self._software.fused_gradients:
             # A product writes 16 bits, and another kernel adds them. `gradient_bytes` is for a
             # product that adds by itself, which moves 4 bytes less.
             added = 4 * sum(each.weights for each in self._in_float8)
@@ -305,7 +297,7 @@ class LayerTimes:
     def _estimate_projections(self) -> Passes:
         products = self._list_projections()
         gradients = [each for product in products for each in self._derive_backward(product)]
-        forward = Seconds(gemm=self._time_gemms(products), gaps=self._wait(_KERNELS))
+        forward = Seconds(gemm=self._time_gemms(products))
         # Without a product that adds to the fp32 sum by itself, the addition reads and writes the
         # gradients once more.
         accumulated = 0.0
@@ -314,16 +306,7 @@ class LayerTimes:
             # A product hides a part of what it reads and writes for a sum in fp32.
             exposed = _EXPOSED * max(0.0, self._gradient_bytes - self._value)
             accumulated = estimate_memory_seconds(exposed * elements, self._hardware)
-        if self._software.accumulation_bytes:
-            accumulated = estimate_memory_seconds(
-                self._software.accumulation_bytes * elements, self._hardware, 4
-            )
-        backward = Seconds(
-            gemm=self._time_gemms(gradients),
-            pointwise=accumulated,
-            gaps=self._wait(2 * _KERNELS),
-        )
-        return Passes(forward, backward)
+        return Passes(forward, Seconds(gemm=self._time_gemms(gradients), pointwise=accumulated))
 
     def _estimate_core(self, window: int | None) -> Passes:
         """Estimate the scores, the softmax and the sum of values."""
@@ -336,8 +319,7 @@ class LayerTimes:
         keys = min(self._length, window or self._length)
         seen = keys - keys * keys / (2 * self._length)
         bias = 0.0
-        own = self._software.counts_tensors
-        if self._has_bias(window) and (kernel == "efficient" or own):
+        if self._has_bias(window):
             # A bias may have any values, so the kernel computes the complete square, and reads the
             # bias once for each sample.
             seen = self._length
@@ -354,10 +336,7 @@ class LayerTimes:
         )
         # Two products forward, five backward, which run at a lower share of the peak.
         backward = 2.5 * forward * _FLASH_BACKWARD
-        return Passes(
-            Seconds(attention=forward + bias, gaps=self._wait(1)),
-            Seconds(attention=backward + bias, gaps=self._wait(2)),
-        )
+        return Passes(Seconds(attention=forward + bias), Seconds(attention=backward + bias))
 
     def _has_bias(self, window: int | None) -> bool:
         """Return whether a bias is added to the logits of a layer with this window."""
@@ -366,19 +345,14 @@ class LayerTimes:
 
     def _choose_kernel(self, window: int | None) -> Kernel:
         """Return the attention kernel of a layer with this window."""
-        if self._software.counts_tensors:
-            windowed = window is not None and window < self._length
-            return choose_kernel(
-                self._shape,
-                half=self._software.half,
-                flash=self._software.flash,
-                windowed=windowed,
-                cudnn=self._software.cudnn,
-                in_blocks=self._software.attends_in_blocks,
-            )
-        if self._software.flash:
-            return "flash"
-        return "none"
+        return choose_kernel(
+            self._shape,
+            half=self._software.half,
+            flash=self._software.flash,
+            windowed=window is not None and window < self._length,
+            cudnn=self._software.cudnn,
+            in_blocks=self._software.attends_in_blocks,
+        )
 
     def _estimate_scores(self, heads: int, width: int) -> Passes:
         """Estimate attention without a fused kernel, on this rank's heads of this width."""
@@ -402,50 +376,16 @@ class LayerTimes:
         return Passes(
             Seconds(
                 attention=self._time_gemms([scores, values])
-                + estimate_memory_seconds(traffic, self._hardware, 2),
-                gaps=self._wait(_CORE_KERNELS),
+                + estimate_memory_seconds(traffic, self._hardware, 2)
             ),
             Seconds(
                 attention=self._time_gemms(gradients)
-                + estimate_memory_seconds(traffic_backward, self._hardware, 2),
-                gaps=self._wait(2 * _CORE_KERNELS),
+                + estimate_memory_seconds(traffic_backward, self._hardware, 2)
             ),
         )
 
     def _estimate_pointwise(self) -> Passes:
-        """Estimate norms, residual sums, activation functions and copies by their traffic."""
-        if self._software.counts_tensors:
-            return self._estimate_own_pointwise()
-        config = self._shape.config
-        h = config.hidden_size
-        sharing = self._layout.tensor if self._layout.sequence_parallel else 1
-        mask = h / self._value if self._software.dropout else 0
-        # Forward: two norms (read, write) and two sums with the residual stream (2 reads, write).
-        # Backward: norms read three tensors and write one, and read two for their weights.
-        replicated = (10 * h + 2 * mask) / sharing
-        replicated_backward = (18 * h + 2 * mask) / sharing
-        activation = self._mlp_in + self._f
-        activation_backward = 2 * self._mlp_in + self._f
-        # Queries, keys and values are copied to the order that the kernel needs.
-        copies = 2 * (self._q + self._k)
-        if config.position_embedding_type == "rotary":
-            # The rotation reads and writes queries and keys once more.
-            copies *= 2
-        # The gradient of a bias is a sum over all tokens.
-        if self._shape.has_mlp_bias:
-            activation_backward += self._mlp_in + h
-        if self._shape.has_attention_bias:
-            activation_backward += self._q + h
-        scale = self._software.pointwise * self._value * self._tokens
-        forward = scale * (replicated + activation + copies)
-        backward = scale * (replicated_backward + activation_backward + copies)
-        return Passes(
-            Seconds(pointwise=estimate_memory_seconds(forward, self._hardware, 7)),
-            Seconds(pointwise=estimate_memory_seconds(backward, self._hardware, 12)),
-        )
-
-    def _estimate_own_pointwise(self) -> Passes:
-        """Estimate the same for this trainer, by the bytes of its kernels.
+        """Estimate norms, residual sums, activation functions and copies by the bytes of kernels.
 
         `benchmarks/bytes_per_operator.py` counts them. Numbers are values that are read or written
         for a token in both passes.
@@ -458,7 +398,7 @@ class LayerTimes:
         h = config.hidden_size
         projected = self._q + 2 * self._k
         # Sums with the residual stream, and of the gradients of an input of two products.
-        sums = (15 if config.glu_activation else 12) * h
+        sums = (15 if self._gated else 12) * h
         # Two norms read and write, and then read two tensors and write one.
         size = _NORM * 10 * h + sums
         if software.compiled:
@@ -478,16 +418,13 @@ class LayerTimes:
             size += fused * 4 * projected
         else:
             size += operators * 18 * projected
-        if config.glu_activation is None:
-            # A kernel squares ReLU as GELU is computed: two accesses forward and three backward.
-            once = config.activation == "gelu" or (
-                config.activation == "squared_relu" and software.fused_gate
-            )
-            size += operators * (5 if once else 10) * self._f
-        elif software.fused_gate or software.compiled:
-            size += fused * 8 * self._f
+        accesses = _ACCESSES.require(config.activation_name)
+        if self._gated and (software.fused_gate or software.compiled):
+            size += fused * accesses.of_kernel * self._f
+        elif software.fused_gate:
+            size += operators * accesses.of_kernel * self._f
         else:
-            size += operators * 14 * self._f
+            size += operators * accesses.of_operators * self._f
         # The gradient of a bias is a sum over all tokens.
         size += operators * (self._mlp_in + h) * self._shape.has_mlp_bias
         size += operators * (projected + h) * self._shape.has_attention_bias
@@ -502,48 +439,34 @@ class LayerTimes:
         """Estimate the collectives of a layer: two all-reduces in each pass.
 
         With sequence parallelism each is a reduce-scatter and an all-gather of the same bytes, and
-        the backward pass gathers two inputs again. These are ten messages. This trainer sends the
-        four at the entries of the backward pass during matrix products, and without sequence
-        parallelism both all-reduces.
+        the backward pass gathers two inputs again. These are ten messages. The four at the entries
+        of the backward pass are sent during matrix products, and without sequence parallelism both
+        all-reduces.
         """
-        forward = 0.0
-        backward = 0.0
-        h = self._shape.config.hidden_size
-        if self._layout.tensor > 1:
-            reduced = self._time_collective(self._value * self._tokens * h, passes=2)
-            forward += 2 * reduced
-            if self._software.overlaps_entries:
-                backward += self._estimate_entries()
-            else:
-                backward += 2 * reduced
-            if self._layout.sequence_parallel:
-                backward += 2 * self._time_collective(self._value * self._tokens * h, passes=1)
-                float8 = self._software.float8
-                if float8 is not None and float8.gathers_rounded:
-                    # Two of the four messages of a pass have one byte for each element.
-                    once = self._time_collective(self._value * self._tokens * h, passes=1)
-                    gathered = self._time_collective(self._tokens * h, passes=1)
-                    forward = backward = 2 * once + 2 * gathered
-        # What overlaps costs nothing here. Its contention is part of the fitted shares.
-        waiting = 1 - self._software.hidden_tensor
-        return Passes(Seconds(tensor=forward * waiting), Seconds(tensor=backward * waiting))
+        if self._layout.tensor == 1:
+            return Passes(Seconds(), Seconds())
+        size = self._value * self._tokens * self._shape.config.hidden_size
+        backward = self._estimate_entries()
+        if self._layout.sequence_parallel:
+            backward += 2 * self._time_collective(size, passes=1)
+        return Passes(
+            Seconds(tensor=2 * self._time_collective(size, passes=2)), Seconds(tensor=backward)
+        )
 
     def _estimate_context_parallel(self, core: Passes) -> Passes:
         """Estimate the messages of a layer between context-parallel ranks.
 
-        This trainer sends half of the keys, and half of their gradients, while attention of the
-        early part is computed. On the first rank this part is shortest, and other ranks wait for
-        that rank.
+        Half of the keys, and half of their gradients, are sent while attention of the early part is
+        computed. On the first rank this part is shortest, and other ranks wait for that rank.
 
         Args:
             core: The times of the attention core for both parts.
         """
         size = self._layout.context
         sent = self.count_context_bytes()
-        overlaps = self._software.overlaps_entries and not self._layout.exchange_heads
-        once = self._time_context_message(sent) * (1 - self._software.hidden_tensor)
-        forward = backward = once
-        if overlaps:
+        if self._layout.exchange_heads:
+            forward = backward = self._time_context_message(sent)
+        else:
             half = self._time_context_message(sent / 2)
             # A causal sequence of 2c parts has 4c^2 units of work if the first part has one. A rank
             # has 4c of them.
@@ -551,11 +474,8 @@ class LayerTimes:
                 half + estimate_added_seconds(half, each / (4 * size), self._software.contention)
                 for each in (core.forward.attention, core.backward.attention)
             )
-        # The gradients are reduced. Other trainers gather again. This one does so in a
-        # recomputation only.
-        if not self._software.counts_tensors:
-            backward += once
-        elif self._layout.recompute == "selective":
+        # The gradients are reduced. Only a recomputation gathers again.
+        if self._layout.recompute == "selective":
             backward += forward
         return Passes(Seconds(tensor=forward), Seconds(tensor=backward))
 
@@ -601,9 +521,6 @@ class LayerTimes:
     def _time_collective(self, size: float, passes: int) -> float:
         return estimate_collective_seconds(size, self._layout.tensor, self._hardware, passes=passes)
 
-    def _wait(self, kernels: int) -> float:
-        return kernels * self._software.kernel_gap
-
 
 def estimate_rounding_seconds(rounding: Rounding, hardware: Hardware) -> float:
     """Return the seconds of the kernels that round, and of those on single numbers."""
@@ -619,3 +536,103 @@ def _put_into_float8(product: Gemm, *, exact: bool) -> Gemm:
 
 _FLASH_BACKWARD = 1.2
 """Time of a FLOP of flash attention's backward pass relative to one of the forward pass."""
+
+
+_ROUTER_KERNELS = 40
+"""Small kernels of a forward pass of router and dispatch, counted in `megatron.model.experts`."""
+_ROUTER_BYTES = 30
+"""Bytes of both passes for each element of the router's input: casts to fp32 and back, and products
+of a few columns, which read and write their inputs."""
+_ROW_COPIES = 12
+"""Numbers that both passes read or write for an element of a row that is sent: copies to the
+experts' order and back, and sums with weights."""
+_RECEIVED_COPIES = 8
+"""The same for a row that came from another rank."""
+_EXPERT_GATE = 8
+"""The same for an inner element of a gated expert."""
+
+
+class MixtureTimes(LayerTimes):
+    """The times of layers with experts.
+
+    n tokens are routed by a rank, N = n k rows are sent, and m are received by the fullest rank.
+    All ranks wait for that rank, so its rows decide.
+    """
+
+    @property
+    def _mlp_width(self) -> int:
+        """Width of the shared expert, which is an MLP. 0 without one."""
+        return self._shape.config.moe_shared_expert_intermediate_size or 0
+
+    def estimate_layer(self, window: int | None = None) -> Passes:
+        """See `LayerTimes`."""
+        return super().estimate_layer(window) + self._estimate_experts()
+
+    def _list_projections(self) -> list[Gemm]:
+        h = self._shape.config.hidden_size
+        attention = super()._list_projections()[:2]
+        if not self._f:
+            return attention
+        return [*attention, self._make_gemm(self._mlp_in, h), self._make_gemm(h, self._f)]
+
+    def _estimate_tensor_parallel(self) -> Passes:
+        """Estimate the messages of attention, and those that divide and join tokens."""
+        if self._layout.tensor == 1:
+            return Passes(Seconds(), Seconds())
+        size = self._value * self._tokens * self._shape.config.hidden_size
+        # Attention has an all-reduce in each pass, or two messages of the same bytes. The shared
+        # expert has as many.
+        halves = 2 if self._f else 1
+        forward = halves * self._time_collective(size, passes=2)
+        if not self._layout.sequence_parallel:
+            forward += self._time_collective(size, passes=1)
+        return Passes(Seconds(tensor=forward), Seconds(tensor=forward))
+
+    def _estimate_experts(self) -> Passes:
+        """Estimate the router, the messages and the products of the experts."""
+        config = self._shape.config
+        h = config.hidden_size
+        f = self._shape.expert_width
+        layout = self._layout
+        own, sent, received = count_rows(self._shape, layout, self._length)
+        experts = (config.num_experts or 0) // (layout.expert or 1)
+        rows = math.ceil(received / experts)
+        # Each expert has rows of its own, so few rows are multiplied at a lower speed.
+        entry = Gemm(rows, f, h, experts, self._value)
+        entries = [entry, entry] if self._gated else [entry]
+        products = [*entries, Gemm(rows, h, f, experts, self._value)]
+        gradients = [each for product in products for each in product.derive_backward()]
+        exchanged = (layout.expert or 1) > 1
+        # The sums of the gradients of gate and up are of received rows.
+        copied = _ROW_COPIES * sent * h + 4 * own * h + len(entries) * received * h
+        copied += _RECEIVED_COPIES * exchanged * received * h + _EXPERT_GATE * received * f
+        traffic = self._software.pointwise * (self._value * copied + _ROUTER_BYTES * own * h)
+        forward, backward = (
+            estimate_memory_seconds(share * traffic, self._hardware, kernels)
+            for share, kernels in ((1 / 3, _ROUTER_KERNELS), (2 / 3, _ROUTER_KERNELS // 2))
+        )
+        size = self._count_message_bytes()
+        # There and back in each pass.
+        messages = 2 * estimate_all_to_all_seconds(size, layout.expert or 1, self._hardware)
+        return Passes(
+            Seconds(gemm=self._time_products(products), pointwise=forward, experts=messages),
+            Seconds(gemm=self._time_products(gradients), pointwise=backward, experts=messages),
+        )
+
+    def _count_message_bytes(self) -> float:
+        return count_message_bytes(self._shape, self._layout, self._value, self._length)
+
+    def _time_products(self, products: list[Gemm]) -> float:
+        """Return the seconds of products in which each expert has a matrix of its own."""
+        if self._software.half and self._hardware.has_grouped_products:
+            return self._time_gemms(products)
+        # A product for each expert.
+        return sum(
+            each.batch
+            * estimate_gemm_seconds(Gemm(each.m, each.n, each.k, 1, each.value), self._hardware)
+            for each in products
+        )
+
+
+LAYER_TIMES: Table[type[LayerTimes]] = Table("MLP", {"dense": LayerTimes, "experts": MixtureTimes})
+"""Kind of MLP -> the times of a layer with it."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.config.optimizer import OptimizerConfig
 
@@ -133,22 +133,8 @@ class Float8:
     rowwise: bool = False
     """Whether each token and each row of a weight has a scale. The product for a weight's gradient
     is not in float8 then."""
-    fused: bool = False
-    """Whether one kernel rounds a tensor. A compiler makes such kernels."""
-    scale_kernels: int = 13
-    """Kernels on single numbers that compute a scale and its inverse."""
-    weights: Literal["pass", "step", "shard"] = "pass"
-    """When weights are rounded: for each pass of each microbatch, once a step, or before they are
-    gathered, so that a rank rounds its shard only."""
-    keeps_rounded: bool = False
-    """Whether the backward pass uses the rounded inputs of the forward pass."""
-    gathers_rounded: bool = False
-    """Whether ranks with sequence parallelism round their slices before they gather them, and keep
-    what they gathered for the backward pass."""
-    one_pass: bool = False
-    """Whether the kernels of this trainer round. They write both orders of a matrix at once. `cost.
-    float8` then takes from the layout when weights are rounded and which inputs are kept, and
-    `fused`, `weights`, `keeps_rounded` and `gathers_rounded` have no effect."""
+    rounding: Callable[..., Any] | None = None
+    """Another formula for what a layer rounds. None: it is that of this trainer (`cost.float8`)."""
     shares_scales: bool = True
     """Whether ranks exchange the largest values of tensors that they share."""
 
@@ -161,8 +147,8 @@ class Float8:
 class Software:
     """How a trainer uses the devices.
 
-    These are properties that its documentation states, apart from `kernel_gap`, `contention`,
-    `overhead` and the logit's bytes, which are fitted.
+    These are properties that its documentation states, apart from `contention`, `overhead` and the
+    logit's bytes, which are fitted.
     """
 
     name: str
@@ -173,8 +159,6 @@ class Software:
     the kernel that torch chooses (`cost.tensors.choose_kernel`)."""
     pointwise: float = 1.0
     """Memory traffic of pointwise operations relative to fused kernels."""
-    kernel_gap: float = 0.0
-    """Seconds that pass between two kernels of a stream."""
     step_gap: float = 0.0
     """Seconds of a step in which no kernel runs, as between two steps."""
     compiled: bool = False
@@ -183,28 +167,16 @@ class Software:
     """Whether cuDNN's kernel is the first choice for attention. Only this trainer uses it."""
     pads_products: bool = False
     """Whether products with sizes that are no multiples of 8 are padded."""
-    hidden_tensor: float = 0.0
-    """Share of the tensor-parallel communication that overlaps with matrix products."""
-    overlaps_entries: bool = False
-    """Whether the backward pass of a layer that enters a tensor-parallel region communicates during
-    the layer's matrix products. Each message then has the product that hides it. Also whether
-    context-parallel ranks gather keys while they compute attention."""
     hidden_data: float = 0.0
     """Share of the last backward pass of a step during which gradients can be sent, and of the
     first forward pass during which parameters can be gathered."""
     contention: float = 0.0
     """Seconds that computation loses for each second of communication that overlaps with it. Both
-    use the memory and the multiprocessors. Communication of `hidden_tensor` is left out."""
+    use the memory and the multiprocessors."""
     hidden_pipeline: bool = False
     """Whether ranks compute while activations are sent between stages."""
-    sends_token_once: bool = False
-    """Whether a token is sent once to each rank that has experts for it, and not once for each of
-    them. This trainer does not."""
     gradient_bytes: int = 4
     """Bytes of a gradient as data-parallel ranks send it."""
-    accumulation_bytes: int = 0
-    """Bytes of memory traffic that add a parameter's gradient to the sum over microbatches, without
-    those of the matrix product. If tensors are counted, `cost.parameter_traffic` counts it."""
     dropout: bool = True
     """Whether the layers have dropout. Other trainers write masks for it."""
     attends_in_blocks: bool = False
@@ -243,6 +215,9 @@ class Software:
     """Another formula for the parts of a rank's memory (`cost.memory`). None: they are counted
     tensor by tensor, as this trainer allocates them (`cost.tensors`)."""
 
+    times: tuple[tuple[str, Any], ...] = ()
+    """Kinds of MLP with other classes for the times of their layers than `cost.layers` has."""
+
     @property
     def counts_tensors(self) -> bool:
         """Whether this is the trainer itself, whose tensors are known. Others have formulas."""
@@ -264,6 +239,5 @@ TRAINER = Software(
     hidden_data=1.0,
     contention=0.15,
     hidden_pipeline=True,
-    overlaps_entries=True,
 )
 """This trainer."""

@@ -11,13 +11,13 @@ from enum import StrEnum
 from megatron.base.errors import ConfigError
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.extras.planner.cost.experts import (
+from megatron.extras.planner.cost.hardware import Hardware
+from megatron.extras.planner.cost.layout import RankLayout, Software
+from megatron.extras.planner.cost.parameters import (
     count_dense_matrices,
     count_mixtures,
     sum_stages,
 )
-from megatron.extras.planner.cost.hardware import Hardware
-from megatron.extras.planner.cost.layout import RankLayout, Software
 from megatron.extras.planner.cost.peak import find_peak
 from megatron.model import flops
 from megatron.model.partition import (

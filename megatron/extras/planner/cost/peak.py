@@ -12,19 +12,18 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 
-from megatron.extras.planner.cost.experts import (
-    Held,
-    LayerParameters,
-    share_parameters,
-    sum_layers,
-    sum_stages,
-)
+from megatron.config.model import MLPKind
 from megatron.extras.planner.cost.float8 import list_float8_linears
 from megatron.extras.planner.cost.layout import Float8, RankLayout, Software
-from megatron.extras.planner.cost.parameter_traffic import (
+from megatron.extras.planner.cost.parameters import (
+    Held,
+    LayerParameters,
     count_head_parameters,
     count_root_parameters,
     reduces_each_microbatch,
+    share_parameters,
+    sum_layers,
+    sum_stages,
     uses_fsdp,
 )
 from megatron.extras.planner.cost.tensors import TensorSizes, measure_tensors
@@ -87,26 +86,24 @@ def _find_kinds(
 ) -> frozenset[int]:
     """Return the last layer of each kind in a stage, as the number of layers after it.
 
-    Kinds differ in the window of attention, and in whether the layer is recomputed, in float8, or
-    has experts.
+    Kinds differ in the window of attention, in the MLP, and in whether the layer is recomputed or
+    in float8.
     """
-    found: dict[tuple[int | None, bool, bool, bool], int] = {}
+    found: dict[tuple[int | None, bool, bool, MLPKind], int] = {}
     for after, layer in enumerate(reversed(layers)):
         again = flops.count_recomputed_layers(range(layer, layer + 1), share) > 0
         in_float8 = float8 is not None and float8.covers(layer)
         described = shape.describe_layer(layer)
-        found.setdefault((described.window, again, in_float8, described.experts), after)
+        found.setdefault((described.window, again, in_float8, described.mlp), after)
     return frozenset(found.values())
 
 
 @lru_cache(maxsize=256)
-def _list_kinds(shape: ModelShape) -> tuple[tuple[bool, bool], ...]:
-    """Return whether each layer has a sliding window, and whether it has experts."""
+def _list_kinds(shape: ModelShape) -> tuple[tuple[bool, MLPKind], ...]:
+    """Return whether each layer has a sliding window, and its kind of MLP."""
     length = shape.config.seq_length
     described = map(shape.describe_layer, range(shape.config.num_layers))
-    return tuple(
-        (each.window is not None and each.window < length, each.experts) for each in described
-    )
+    return tuple((each.window is not None and each.window < length, each.mlp) for each in described)
 
 
 class _RankPeak:
@@ -156,7 +153,7 @@ class _RankPeak:
 
     # -- sizes ------------------------------------------------------------------------------------
 
-    def _measure(self, software: Software) -> dict[tuple[bool, bool], TensorSizes]:
+    def _measure(self, software: Software) -> dict[tuple[bool, MLPKind], TensorSizes]:
         """Return (with a sliding window, with experts) -> the tensors of such layers."""
         return {
             kind: measure_tensors(
@@ -166,7 +163,7 @@ class _RankPeak:
                 holds=self._holds,
                 holds_outside=self._holds_outside,
                 windowed=kind[0],
-                experts=kind[1],
+                mlp=kind[1],
             )
             for kind in sorted(set(self._kind_of_layer))
         }

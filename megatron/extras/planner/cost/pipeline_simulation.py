@@ -5,12 +5,15 @@ starts when the rank is free and what it needs has arrived. Stages may take diff
 
 The orders are those of the schedules that `megatron.schedule.pipeline_schedule` chooses, with its
 sources.
+
+`build_trace` writes a step for Perfetto or chrome://tracing, in the JSON object format of Chrome's
+Trace Event Format.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.schedule.pipeline_schedule import PipelineSchedule
 
@@ -248,3 +251,46 @@ def estimate_pipeline_seconds(schedule: PipelineSchedule, times: StageTimes) -> 
 
 def _shorten(schedule: PipelineSchedule, microbatches: int) -> PipelineSchedule:
     return PipelineSchedule(schedule.name, microbatches, schedule.ranks, schedule.stages_per_rank)
+
+
+def build_trace(pipeline: SimulatedPipeline, ends: Sequence[tuple[str, float]]) -> dict[str, Any]:
+    """Return the trace of a step, with one row for each pipeline rank.
+
+    Args:
+        pipeline: The simulation of its pipeline.
+        ends: Names and seconds of what follows the pipeline, one after the other.
+    """
+    events: list[dict[str, Any]] = []
+    for rank, visits in enumerate(pipeline.events):
+        # Metadata that names the row.
+        name = {"name": f"pipeline rank {rank}"}
+        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": name})
+        for event in visits:
+            # Perfetto colours events by their names and categories.
+            direction = "forward" if event.visit.forward else "backward"
+            name_of_visit = f"{direction} {event.visit.microbatch}"
+            seconds = event.end - event.start
+            drawn = _draw(name_of_visit, direction, rank, event.start, seconds)
+            drawn["args"] = {"microbatch": event.visit.microbatch, "stage": event.visit.stage}
+            events.append(drawn)
+        # All ranks wait for the slowest one.
+        start = pipeline.seconds
+        for name_of_end, seconds in ends:
+            if seconds > 0:
+                events.append(_draw(name_of_end, name_of_end, rank, start, seconds))
+            start += seconds
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _draw(name: str, category: str, rank: int, start: float, seconds: float) -> dict[str, Any]:
+    """Return an event of a trace. Its times are microseconds."""
+    return {
+        "name": name,
+        "cat": category,
+        "ph": "X",
+        "ts": 1e6 * start,
+        "dur": 1e6 * seconds,
+        "pid": 0,
+        "tid": rank,
+        "args": {},
+    }

@@ -4,24 +4,20 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
-from megatron.extras.planner.cost.collectives import (
-    estimate_added_seconds,
-    estimate_collective_seconds,
-    estimate_message_seconds,
-    estimate_small_all_reduce_seconds,
-)
+from megatron.config.model import MLPKind
+from megatron.config.table import Absent, Table
 from megatron.extras.planner.cost.communication import (
     Collectives,
     CommunicationTime,
     StepTraffic,
     count_traffic,
+    estimate_added_seconds,
+    estimate_collective_seconds,
+    estimate_message_seconds,
+    estimate_small_all_reduce_seconds,
     estimate_time,
-)
-from megatron.extras.planner.cost.expert_times import MixtureTimes
-from megatron.extras.planner.cost.experts import (
-    count_layer,
-    count_mixtures,
 )
 from megatron.extras.planner.cost.float8 import (
     count_step_rounding,
@@ -31,7 +27,7 @@ from megatron.extras.planner.cost.float8 import (
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.kernels import estimate_memory_seconds
 from megatron.extras.planner.cost.layers import (
-    LayerTimes,
+    LAYER_TIMES,
     Passes,
     Seconds,
     estimate_rounding_seconds,
@@ -47,22 +43,33 @@ from megatron.extras.planner.cost.memory import (
     estimate_memory,
     judge_peak,
 )
-from megatron.extras.planner.cost.parameter_traffic import (
+from megatron.extras.planner.cost.parameters import (
     count_gather_bytes,
     count_head_parameters,
+    count_layer,
+    count_mixtures,
     count_product_bytes,
     count_root_parameters,
     count_sum_bytes,
 )
-from megatron.extras.planner.cost.pipeline_simulation import StageTimes, estimate_pipeline_seconds
+from megatron.extras.planner.cost.pipeline_simulation import (
+    StageTimes,
+    build_trace,
+    estimate_pipeline_seconds,
+    simulate_pipeline,
+)
 from megatron.model import flops
 from megatron.model.partition import Stage, count_layers_per_rank, select_stages_of_rank
 from megatron.model.shape import ModelShape
 from megatron.schedule.pipeline_schedule import PipelineSchedule
 
-_OPTIMIZER_BYTES = 32
-"""Memory traffic of an update of Adam for each parameter: the gradient twice (norm and update), the
-master weight and two moments read and written. The half-precision weight is written as well."""
+UPDATE_BYTES = Table(
+    "--optimizer",
+    {"adam": 32},
+    Absent("has no formula for the time of its update, so it is that of AdamW"),
+)
+"""Memory traffic of an update for each parameter: the gradient twice (norm and update), the master
+weight and two moments read and written. The half-precision weight is written as well."""
 _ROUNDED_BYTES = 12
 """Further traffic for each moment in bf16, whose fp32 copy is written before the update and read
 after it. One kernel for the update reads and writes the moment itself, which saves 4 bytes."""
@@ -253,8 +260,9 @@ class StepPrediction:
             )
             for rank, every in enumerate(count_rank_parameters(self.job.shape, layout, self.stages))
         )
-        traffic: float = _OPTIMIZER_BYTES + (2 if self.job.software.half else 0)
         optimizer = self.job.software.optimizer
+        traffic: float = UPDATE_BYTES.get(optimizer.optimizer) or UPDATE_BYTES.require("adam")
+        traffic += 2 if self.job.software.half else 0
         dtypes = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
         fused = self.job.software.fused_update
         traffic += (-4 if fused else _ROUNDED_BYTES) * dtypes.count("bf16")
@@ -309,6 +317,15 @@ class StepPrediction:
         one = StepPrediction(replace(self.job, batch_size=layout.micro_batch * layout.data))
         return 2 * (one.pipeline_seconds + one.data_parallel.waited)
 
+    def build_trace(self) -> dict[str, Any]:
+        """Return the trace of the step. See `pipeline_simulation.build_trace`."""
+        ends = (
+            ("data-parallel communication", self.data_parallel.waited),
+            ("optimizer", self.optimizer_seconds),
+            ("between steps", self.job.software.step_gap),
+        )
+        return build_trace(simulate_pipeline(self.schedule, self.stage_times), ends)
+
     def compute_mfu(self, *, causal: bool) -> float:
         """Return the model FLOPs relative to the peak of the precision, from 0 to 1."""
         peak = self.job.hardware.get_peak(half=self.job.software.half)
@@ -338,13 +355,13 @@ class StepPrediction:
         return self.job.tokens / self.seconds / self.job.layout.ranks
 
 
-_Kind = tuple[int | None, bool]
-"""Attention window of a layer, and whether it has experts."""
+_Kind = tuple[int | None, MLPKind]
+"""Attention window of a layer, and its kind of MLP."""
 
 
 def _find_kind(shape: ModelShape, layer: int) -> _Kind:
     described = shape.describe_layer(layer)
-    return described.window, described.experts
+    return described.window, described.mlp
 
 
 @dataclass(frozen=True)
@@ -371,12 +388,13 @@ def _estimate_parts(
 ) -> _Parts:
     """Return the times of the parts of a model. Many layouts of a search have the same parts."""
     arguments = (shape, layout, software, hardware, seq_length, gradient_bytes, microbatches)
-    times = LayerTimes(*arguments)
+    classes = dict(LAYER_TIMES.list_rows()) | dict(software.times)
+    times = classes["dense"](*arguments)
     kinds = {_find_kind(shape, index) for index in range(shape.config.num_layers)}
     plain, again = {}, {}
     for kind in kinds:
-        window, experts = kind
-        of_kind = MixtureTimes(*arguments) if experts else times
+        window, mlp = kind
+        of_kind = classes[mlp](*arguments)
         plain[kind] = of_kind.estimate_layer(window)
         again[kind] = of_kind.estimate_recomputed_layer(window)
     return _Parts(plain, again, times.estimate_embedding(), times.estimate_output())
@@ -403,11 +421,9 @@ def _estimate_stages(
         gradient_bytes = count_product_bytes(layout, job.software, microbatches)
     float8 = job.software.float8
     # Otherwise the number of microbatches does not matter.
-    once = float8 is not None and (float8.weights == "step" or float8.one_pass)
     rounds = 1
-    if once:
+    if float8 is not None:
         rounds = microbatches
-    if float8 is not None and float8.one_pass:
         key = replace(key, data=min(layout.data, 2), zero_stage=layout.zero_stage)
 
     def estimate(software: Software) -> _Parts:

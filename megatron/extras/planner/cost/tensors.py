@@ -12,10 +12,13 @@ keys, v padded vocabulary, t tensor-parallel size. All results are bytes.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal, assert_never
+from typing import Literal
 
-from megatron.extras.planner.cost.experts import count_rows
+from megatron.config.model import MLPKind
+from megatron.config.table import Table
 from megatron.extras.planner.cost.layout import RankLayout, Software
+from megatron.extras.planner.cost.parameters import count_rows
+from megatron.model.layer_parts import NORMS, get_activation
 from megatron.model.shape import ModelShape
 
 LOGIT_CHUNK_BYTES = 256 << 20
@@ -106,7 +109,7 @@ def measure_tensors(
     holds: bool,
     holds_outside: bool | None = None,
     windowed: bool = False,
-    experts: bool = False,
+    mlp: MLPKind = "dense",
 ) -> TensorSizes:
     """Return the sizes of the tensors of one microbatch.
 
@@ -117,7 +120,7 @@ def measure_tensors(
         holds: Whether FSDP2 holds gradients as autograd computes them until the end of a layer.
         holds_outside: The same for parameters outside of layers. Default: as in layers.
         windowed: Whether the layer has a sliding window that is shorter than the sequence.
-        experts: Whether the layer has experts.
+        mlp: The kind of MLP.
     """
     # Only these fields matter, so many layouts of a search have the same sizes.
     key = RankLayout(
@@ -131,12 +134,12 @@ def measure_tensors(
         zero_stage=layout.zero_stage,
         partition_inputs=layout.partition_inputs,
         host_inputs=layout.host_inputs,
-        expert=layout.expert if experts else None,
+        expert=layout.expert if mlp == "experts" else None,
         imbalance=layout.imbalance,
     )
     if holds_outside is None:
         holds_outside = holds
-    return _measure(shape, key, software, holds, holds_outside, windowed, experts)
+    return _measure(shape, key, software, holds, holds_outside, windowed, mlp)
 
 
 @lru_cache(maxsize=4096)
@@ -147,9 +150,9 @@ def _measure(
     holds: bool,
     holds_outside: bool,
     windowed: bool,
-    experts: bool,
+    mlp: MLPKind,
 ) -> TensorSizes:
-    kind = _MixtureTensors if experts else _Tensors
+    kind = _KINDS.require(mlp)
     tensors = kind(shape, layout, software, holds, holds_outside, windowed)
     first = kind(shape, layout, software, holds, holds_outside, windowed, starts=True)
     return TensorSizes(
@@ -270,12 +273,9 @@ class _Tensors:
             # A kernel computes the mask again. A compiled graph keeps it.
             self._mask = software.compiled * self._tokens * config.hidden_size / share
             self._dropped = self._n
-        self._halves = 1
-        if config.glu_activation is not None:
-            self._halves = 2
-        # A norm keeps one or two fp32 numbers of each token.
-        numbers = {"LayerNorm": 2, "RMSNorm": 1}[config.normalization]
-        self._statistics = 4 * numbers * self._tokens / share
+        self._activation = get_activation(config)
+        self._halves = 1 + self._activation.gated
+        self._statistics = 4 * NORMS.require(config.normalization).statistics * self._tokens / share
         self.output_matrix = shape.padded_vocab_size * config.hidden_size // layout.tensor
         """Elements of the output matrix."""
 
@@ -430,25 +430,11 @@ class _Tensors:
     @cached_property
     def _mlp(self) -> float:
         """The inner activations of the MLP."""
-        if self._config.glu_activation is not None:
-            # The gate, its activation, the other half and their product. ReLU keeps only its
-            # result, and no activation keeps nothing. A kernel computes the activation again,
-            # and so does a compiled layer.
-            if self._fused_gate or self._compiled:
-                return 3 * self._f
-            # Limits keep their inputs too.
-            kept = {"swiglu": 4, "geglu": 4, "reglu": 3, "liglu": 3, "clamped_swiglu": 7}
-            return kept[self._config.glu_activation] * self._f
-        match self._config.activation:
-            case "gelu" | "squared_relu":
-                # Input and result of GELU, or results of ReLU and of the square.
-                return 2 * self._f
-            case "xielu":
-                # The result. In fp32: the input, its square, the clamped exponential and a
-                # difference. And a condition of one byte.
-                return self._f + 17 * self._f / self.value
-            case _:
-                assert_never(self._config.activation)
+        row = self._activation
+        if row.gated and (self._fused_gate or self._compiled):
+            # Gate, other factor and product. The activation is computed again.
+            return 3 * self._f
+        return row.kept_values * self._f + row.kept_bytes * self._f / self.value
 
     @cached_property
     def kept_results(self) -> float:
@@ -582,7 +568,7 @@ class _Tensors:
 
     def _list_mlp_steps(self) -> Iterable[tuple[float, float]]:
         """Yield the steps from the gradient of the layer's output to that of the MLP's input."""
-        gated = self._config.glu_activation is not None
+        gated = self._activation.gated
         dropped = self._dropped
         down = self._compute_weight(self._weights[3], fused=self._fused)
         up = self._compute_weight(self._weights[2], fused=self._fused)
@@ -893,3 +879,7 @@ class _MixtureTensors(_Tensors):
         if self._shared_inner:
             yield 0.0, self.whole + self._entered
         yield 0.0, dropped
+
+
+_KINDS: Table[type[_Tensors]] = Table("MLP", {"dense": _Tensors, "experts": _MixtureTensors})
+"""Kind of MLP -> the tensors of a layer with it."""

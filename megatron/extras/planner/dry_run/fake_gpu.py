@@ -10,18 +10,14 @@ import math
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.base.code_version import PACKAGE
 from megatron.extras.planner.dry_run.memory import MemoryLog
 from megatron.extras.planner.dry_run.record import (
     Collective,
@@ -29,6 +25,7 @@ from megatron.extras.planner.dry_run.record import (
     Product,
     StepTrace,
     Synchronisation,
+    name_line,
 )
 from megatron.extras.planner.dry_run.stand_ins import (
     GPU,
@@ -36,32 +33,10 @@ from megatron.extras.planner.dry_run.stand_ins import (
     get_current_stream,
     install_stand_ins,
 )
+from megatron.extras.watch.operator_mode import CollectiveCall, OperatorMode, list_tensors
 from megatron.parallel import entered_linear
 
 _ATEN = torch.ops.aten
-COLLECTIVES = {
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "_allgather_base_": "all_gather",
-    "allgather_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "broadcast_": "broadcast",
-    "broadcast": "broadcast",
-    "reduce_": "reduce",
-    "send": "send",
-    "recv_": "receive",
-    "barrier": "barrier",
-}
-"""torch's name -> the name in the report."""
 _KEEP_ANSWER = {
     _ATEN.logical_or.default,
     _ATEN.bitwise_or.Tensor,
@@ -80,8 +55,6 @@ _OWN_OPERATORS: dict[Any, Callable[..., Any]] = {
 """Operators of compiled graphs that consist of several of torch's."""
 _FACTORS = {"mm": 0, "_scaled_mm": 0, "addmm": 1, "addmm_": 1}
 """Operator that multiplies two matrices -> the number of its argument that is the first one."""
-_PACKAGE = f"{PACKAGE}/"
-_OWN = str(Path(__file__).parents[1]) + "/"
 _FILL = {torch.bool: 1, torch.float32: 2, torch.float64: 2, torch.float16: 2, torch.bfloat16: 2}
 """Type -> the value that the host reads from the GPU. It is 0 for all others."""
 
@@ -105,7 +78,11 @@ class _ThreadedFakeMode(FakeTensorMode):
         self._thread.in_kernel = value
 
 
-class FakeGpu(TorchDispatchMode):
+Watcher = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
+"""Takes an operator, its arguments with and without a name, and its result."""
+
+
+class FakeGpu(OperatorMode):
     """Runs operators on fake tensors, and records what they do. A process has one of them."""
 
     def __init__(self) -> None:
@@ -120,6 +97,7 @@ class FakeGpu(TorchDispatchMode):
         self._copies: Counter[HostCopy] = Counter()
         self._operators = 0
         self._products: Counter[Product] = Counter()
+        self._watchers: list[Watcher] = []
         self._lock = threading.RLock()
         self._groups: dict[str, str] = {}
         self._streams: dict[int, str] = {}
@@ -171,6 +149,15 @@ class FakeGpu(TorchDispatchMode):
         """Return the bytes of host memory that `cudaHostRegister` has pinned now."""
         return self._runtime.count_bytes()
 
+    @contextmanager
+    def watch(self, watcher: Watcher) -> Iterator[None]:
+        """Call a function after each operator that is run meanwhile, those of the host included."""
+        self._watchers.append(watcher)
+        try:
+            yield
+        finally:
+            self._watchers.remove(watcher)
+
     def start_step(self) -> None:
         """Forget what was recorded. The memory in use stays."""
         self._collectives.clear()
@@ -201,16 +188,16 @@ class FakeGpu(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operator, on fake tensors if it concerns the GPU."""
-        kwargs = kwargs or {}
+        """Run an operator. See `OperatorMode`."""
         if torch._guards.TracingContext.try_get() is not None:
             # torch's compiler tries operators on fake tensors of its own.
-            return func(*args, **kwargs)
-        if any(issubclass(each, DTensor) for each in types):
-            # DTensor calls the operators of its local tensors, which come here by themselves.
-            return NotImplemented
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self._record_collective(func, args)
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def run_operator(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an operator, on fake tensors if it concerns the GPU."""
         operator = _OWN_OPERATORS.get(func)
         if operator is not None:
             # Its products and messages come here one by one.
@@ -227,7 +214,16 @@ class FakeGpu(TorchDispatchMode):
     def _run(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run an operator as it is: on fake tensors, or on real ones of the host."""
+        """Run an operator as it is, and call the watchers."""
+        out = self._compute(func, types, args, kwargs)
+        for watcher in self._watchers:
+            watcher(func, args, kwargs, out)
+        return out
+
+    def _compute(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the result of an operator on fake tensors, or on real ones of the host."""
         makes_gpu = _names_gpu(args, kwargs)
         if not makes_gpu and FakeTensor not in types:
             return func(*args, **kwargs)
@@ -256,8 +252,7 @@ class FakeGpu(TorchDispatchMode):
         first = _FACTORS.get(func.__name__.partition(".")[0])
         if first is not None:
             factors = args[first : first + 2]
-            names = (str(each.dtype).removeprefix("torch.") for each in (*factors, out))
-            self._products[Product(*names)] += 1
+            self._products[Product(*map(name_dtype, (*factors, out)))] += 1
 
     def _note_resized(self, storage: torch.UntypedStorage) -> None:
         if self.memory.knows(storage):
@@ -346,7 +341,7 @@ class FakeGpu(TorchDispatchMode):
             pinned = target.type == "cuda" and self._has_pinned(source)
         # CUDA stages a copy from memory that is not pinned, whatever the caller asks for.
         blocking = not (asynchronous and pinned)
-        size = source.numel() * source.element_size()
+        size = source.nbytes
         direction = "to the GPU" if target.type == "cuda" else "to the host"
         self._copies[HostCopy(direction, size, blocking, find_line())] += 1
         if blocking:
@@ -375,45 +370,35 @@ class FakeGpu(TorchDispatchMode):
 
     # -- messages ---------------------------------------------------------------------------------
 
-    def _record_collective(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Record a message, if it is one. Other operators of the namespace only wait."""
-        name = func._schema.name.split("::")[1]
-        kind = COLLECTIVES.get(name)
-        if kind is None:
-            return
-        tensors = list(_list_tensors(args))
-        group, ranks = self._name_group(args)
-        largest = max(map(_count_bytes, tensors), default=0)
+    def see_collective(self, call: CollectiveCall) -> None:
+        """Record a message."""
+        group = self._groups.get(call.group_name, call.group_name)
+        ranks = 0
+        if call.group is not None:
+            ranks = call.group.size()
+        elif call.group_name not in self._groups:
+            group = "unknown"
+        largest = max((each.nbytes for each in call.tensors), default=0)
         # This variant has its output as a list of tensors, one for each rank.
-        if name == "allgather_":
+        if call.operator == "allgather_":
             largest *= ranks
-        elif name == "all_gather_into_tensor":
+        elif call.operator == "all_gather_into_tensor":
             # In a compiled graph, the output is not among the arguments. The number of ranks is.
-            largest *= args[1]
+            largest *= call.args[1]
         # NCCL runs it on a stream of its own, which waits for this one.
-        stream = get_current_stream().stream_id
-        on_gpu = any(map(_is_on_gpu, tensors))
-        self._collectives[
-            Collective(
-                kind,
-                group,
-                ranks,
-                str(tensors[0].dtype).removeprefix("torch.") if tensors else "none",
-                largest,
-                self._streams.get(stream, f"stream {stream}") if on_gpu else "host",
-            )
-        ] += 1
+        number = get_current_stream().stream_id
+        stream = "host"
+        if any(map(_is_on_gpu, call.tensors)):
+            stream = self._streams.get(number, f"stream {number}")
+        dtype = "none"
+        if call.tensors:
+            dtype = name_dtype(call.tensors[0])
+        self._collectives[Collective(call.kind, group, ranks, dtype, largest, stream)] += 1
 
-    def _name_group(self, args: tuple[Any, ...]) -> tuple[str, int]:
-        """Return the name and the size of the group of a message."""
-        for each in args:
-            # Operators of c10d get the group as an object, functional collectives by its name.
-            if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
-                group = dist.ProcessGroup.unbox(each)
-                return self._groups.get(group.group_name, group.group_name), group.size()
-            if isinstance(each, str) and each in self._groups:
-                return self._groups[each], 0
-        return "unknown", 0
+
+def name_dtype(tensor: Tensor) -> str:
+    """Return a dtype as reports have it, such as `bfloat16`."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _find_answer(func: Any, args: tuple[Any, ...]) -> bool | None:
@@ -436,7 +421,7 @@ def _find_answer(func: Any, args: tuple[Any, ...]) -> bool | None:
         return None if answer is None else not answer
     if func not in _KEEP_ANSWER:
         return None
-    answers = {getattr(each, "answer", None) for each in _list_tensors(args)}
+    answers = {getattr(each, "answer", None) for each in list_tensors(args)}
     return answers.pop() if len(answers) == 1 else None
 
 
@@ -462,25 +447,12 @@ def _is_on_gpu(value: Any) -> bool:
     return isinstance(value, FakeTensor) and value.device.type == "cuda"
 
 
-def _count_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _list_tensors(value: Any) -> Iterable[Tensor]:
-    """Yield the tensors in nested lists."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _list_tensors(each)
-
-
 def find_line() -> str:
-    """Return the innermost line of this project that is running, without the planner itself."""
+    """Return the innermost line of the step that is running."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(_PACKAGE) and not path.startswith(_OWN):
-            return f"{path.removeprefix(_PACKAGE)}:{frame.f_lineno}"
+        line = name_line(frame.f_code.co_filename, frame.f_lineno)
+        if line is not None:
+            return line
         frame = frame.f_back
     return "torch"

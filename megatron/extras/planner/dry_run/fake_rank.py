@@ -5,7 +5,8 @@ run alone, whatever the world size is.
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -46,6 +47,11 @@ class FakeRank:
     engine: NativeEngine
     gpu: FakeGpu
 
+    def train(self, microbatches: Sequence[Microbatch], iteration: int = 1) -> None:
+        """Run a training step."""
+        # The training loop has two votes in each step (`Exits.vote`).
+        self.engine.train_batch(microbatches, iteration=iteration, lr=1e-4, vote=lambda: (0.0, 0.0))
+
 
 @cache
 def get_gpu() -> FakeGpu:
@@ -85,34 +91,40 @@ def run_rank(
     """
     plan.raise_on_errors()
     plan = choose_fake_kernels(plan)
-    gpu = get_gpu()
     if microbatches is None:
         microbatches = plan.get_num_microbatches(plan.batch_size.final)
-    gpu.forget_memory()
+    with use_rank(plan, rank, imbalance) as built:
+        visit(built)
+        batch = plan.config.batch
+        for number in range(1, steps + 1):
+            # New ones for each step, as the data loader makes them.
+            samples = make(microbatches, batch.micro_batch_size, plan.config.model.seq_length)
+            built.gpu.start_step()
+            built.train(samples, number)
+            record = built.gpu.end_step()
+        coordinate = str(built.mesh.coordinate)
+    return RankReport(rank, coordinate, microbatches, record, imbalance)
+
+
+@contextmanager
+def use_rank(plan: Plan, rank: int, imbalance: float = 1.0) -> Iterator[FakeRank]:
+    """Build a rank, and let operators run on its fake GPU.
+
+    Args:
+        plan: A plan that `choose_fake_kernels` has returned.
+        rank: The rank of the world.
+        imbalance: See `run_rank`.
+    """
+    # Engines are in reference cycles. This rank would slow down with the tensors of an earlier one.
+    gc.collect()
     assume_loads(imbalance)
-    built: FakeRank | None = None
-    with gpu:
+    get_gpu().forget_memory()
+    with get_gpu():
         try:
-            built = build_rank(plan, rank)
-            visit(built)
-            batch = plan.config.batch
-            for number in range(1, steps + 1):
-                # New ones for each step, as the data loader makes them.
-                samples = make(microbatches, batch.micro_batch_size, plan.config.model.seq_length)
-                gpu.start_step()
-                # The training loop has two votes in each step (`Exits.vote`).
-                built.engine.train_batch(
-                    samples, iteration=number, lr=1e-4, vote=lambda: (0.0, 0.0)
-                )
-                record = gpu.end_step()
-            coordinate = str(built.mesh.coordinate)
+            yield build_rank(plan, rank)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            built = None
-            # Engines are in reference cycles. The next rank would slow down with all their tensors.
-            gc.collect()
-    return RankReport(rank, coordinate, microbatches, record, imbalance)
 
 
 def assume_loads(imbalance: float) -> None:
@@ -251,13 +263,17 @@ def _watch_gradients(rank: FakeRank) -> None:
         if stage.sharded is None:
             continue
         for module in stage.sharded._sharded:
-            state = module._get_fsdp_state()
-            # torch 2.11 and 2.12 have one group.
-            one = getattr(state, "_fsdp_param_group", None)
-            groups = state._fsdp_param_groups if one is None else [one]
-            for group in groups:
+            for group in list_parameter_groups(module):
                 for each in group.fsdp_params:
                     each.unsharded_param.register_post_accumulate_grad_hook(label)
+
+
+def list_parameter_groups(module: Any) -> list[Any]:
+    """Return FSDP2's groups of parameters of a module."""
+    state = module._get_fsdp_state()
+    # torch 2.11 and 2.12 have one group.
+    one = getattr(state, "_fsdp_param_group", None)
+    return state._fsdp_param_groups if one is None else [one]
 
 
 def _label_gradients(rank: FakeRank) -> None:

@@ -103,8 +103,8 @@ class MemoryLog:
 
 def _find_kind() -> str:
     """Return what memory is used for that is allocated now, from the functions that are running."""
-    # The first three frames are this module and the dispatch mode.
-    frame: Any = sys._getframe(3)
+    # The first six frames are this module and the dispatch mode.
+    frame: Any = sys._getframe(6)
     for _ in range(_DEPTH):
         if frame is None:
             return ACTIVATIONS

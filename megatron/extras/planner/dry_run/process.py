@@ -6,28 +6,23 @@ import multiprocessing
 import os
 import signal
 import threading
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import ConfigError, TrainingError
 from megatron.base.plain_text import print_to_stderr
 from megatron.extras.planner.dry_run.cuda_guard import build_guard, load_guard
-from megatron.extras.planner.dry_run.record import RankReport
+from megatron.extras.planner.dry_run.record import find_line_of_error
 from megatron.parallel.grid import GridCoordinate
+from megatron.parallel.launcher import die_with_parent
 from megatron.plan.kernel_choice import KernelDevice, apply_kernel_choice, choose_kernels
 from megatron.plan.run_plan import Plan
-from megatron.run.start.orphans import die_with_parent
 from megatron.schedule.pipeline_schedule import choose_schedule
 
-_PACKAGE = f"{os.sep}megatron{os.sep}"
 _FAKE_GPU = KernelDevice("9.0")
-_OWN = f"{os.sep}dry_run{os.sep}"
 
 
 def list_rank_kinds(plan: Plan) -> list[int]:
@@ -123,77 +118,32 @@ def choose_fake_kernels(plan: Plan) -> Plan:
     return apply_kernel_choice(plan, choice)
 
 
-def run_ranks(
-    plan: Plan, ranks: Sequence[int], microbatches: int, imbalance: float = 1.0
-) -> list[RankReport]:
-    """Run a step of each rank, and return the reports in the order of `ranks`.
-
-    Args:
-        plan: A plan without errors.
-        ranks: Ranks of the plan's world.
-        microbatches: Number of microbatches of a step.
-        imbalance: Rows of a rank's experts, in multiples of the mean.
-
-    Raises:
-        ConfigError: There is no C++ compiler, a process ended, or torch is too old for the flags.
-        TrainingError: The step raised.
-    """
-    plan = choose_fake_kernels(plan)
-    # The ranks are independent of each other, so each process takes the next one when it is free.
-    # Each process takes some seconds to start, so there are no more than there is work.
-    workers = min(len(ranks), len(os.sched_getaffinity(0)))
-    others = set(multiprocessing.active_children())
-    with open_pool(workers) as pool:
-        try:
-            tasks = [(plan, rank, microbatches, imbalance) for rank in ranks]
-            return list(pool.map(_run_one, tasks, chunksize=1))
-        except BrokenProcessPool as error:
-            raise ConfigError(
-                f"--dry-run: a process of it ended ({error}); the host may be out of memory, so "
-                "give --dry-run-microbatches a smaller number. If that does not help, a compiled "
-                "file may be damaged: remove the folder megatron-3d in ~/.cache"
-            ) from error
-        except KeyboardInterrupt:
-            # Leaving the pool would wait for the steps that run.
-            for process in set(multiprocessing.active_children()) - others:
-                process.kill()
-            raise
-
-
-def _run_one(task: tuple[Plan, int, int, float]) -> RankReport:
-    """Run a step of one rank in a process of the pool."""
-    plan, rank, microbatches, imbalance = task
-    # Not at the top, because this module must be importable before the guard is loaded.
-    from megatron.extras.planner.dry_run.fake_rank import run_rank
-
-    return _call(partial(run_rank, imbalance=imbalance), plan, rank, microbatches)
-
-
 def call_in_pool(pool: ProcessPoolExecutor, function: Callable[..., Any], *arguments: Any) -> Any:
     """Return the result of a function that runs in a process of the pool.
 
     Raises:
         TrainingError: The function raised.
     """
-    return pool.submit(_call, function, *arguments).result()
+    return pool.submit(call_on_fake_gpu, function, *arguments).result()
 
 
-def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+def call_on_fake_gpu(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function in a process of the pool, and describe an error of it as text.
 
     torch's own errors may hold objects that cannot be sent to another process.
+
+    Raises:
+        TrainingError: The function raised.
     """
     # torch logs each error of a fake operator with its traceback. The error is raised anyway.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
         return function(*arguments)
     except Exception as error:
-        lines = [
-            f"{frame.filename}:{frame.lineno}"
-            for frame in traceback.extract_tb(error.__traceback__)
-            if _PACKAGE in frame.filename and _OWN not in frame.filename
-        ]
-        where = f" at {lines[-1]}" if lines else ""
+        line = find_line_of_error(error)
+        where = ""
+        if line is not None:
+            where = f" at {line}"
         raise TrainingError(
             f"the step fails on a fake GPU{where}: {type(error).__name__}: {error}"
         ) from None

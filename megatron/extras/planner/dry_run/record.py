@@ -1,6 +1,9 @@
 """What a dry run reports of a rank: plain data, without tensors."""
 
+import traceback
 from dataclasses import dataclass, field
+
+from megatron.base.code_version import PACKAGE
 
 WEIGHTS = "weights"
 GRADIENTS = "gradients"
@@ -116,3 +119,23 @@ class RankReport:
     step: StepTrace
     imbalance: float = 1.0
     """Rows of the rank's experts, in multiples of the mean."""
+
+
+_PACKAGE = f"{PACKAGE}/"
+_WATCHING = ("extras/planner/", "extras/watch/operator_mode.py")
+"""Files of the package that only watch a step."""
+
+
+def name_line(path: str, number: int) -> str | None:
+    """Return a line of the step, such as `engine/native.py:345`. None for lines of other files."""
+    file = path.removeprefix(_PACKAGE)
+    if file == path or file.startswith(_WATCHING):
+        return None
+    return f"{file}:{number}"
+
+
+def find_line_of_error(error: BaseException) -> str | None:
+    """Return the innermost line of the step that an error comes from, or None."""
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    lines = (name_line(frame.filename, frame.lineno or 0) for frame in frames)
+    return next(filter(None, lines), None)

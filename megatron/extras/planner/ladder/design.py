@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.base.errors import ConfigError
-from megatron.config.config_with_origin import LoadedConfig
-from megatron.config.fields import ValueWithOrigin, flatten
+from megatron.config.fields import LoadedConfig, ValueWithOrigin, flatten
 from megatron.config.normalise import read_argv
 from megatron.config.yaml_file import dump_fields
 from megatron.extras.interop.translators.translator import OtherTrainers, load_config
 from megatron.extras.planner.ladder.prediction import Fit, choose_rate, compute_batch
 from megatron.extras.planner.ladder.runs import count_inner_parameters
+from megatron.model.layer_parts import get_activation
 from megatron.plan.resolve import resolve
 
 _ASPECT = 64
@@ -175,6 +175,6 @@ def _choose_shape(it: _Designer, depth: int, keep_architecture: bool) -> None:
     if keep_architecture:
         return
     it.choose(_LLAMA, "as in Llama")
-    if it.load(_FULL).config.model.glu_activation is not None:
+    if get_activation(it.load(_FULL).config.model).gated:
         inner = math.ceil(width / 48) * 128
         it.choose(f"--ffn-hidden-size {inner}", "8/3 of the width, in steps of 128, as in Llama")

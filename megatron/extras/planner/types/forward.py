@@ -8,13 +8,16 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from spmd_types import (
+    I,
+    MeshAxis,
     R,
     SpmdTypeError,
     V,
@@ -22,6 +25,7 @@ from spmd_types import (
     get_local_type,
     no_typecheck,
     register_autograd_function,
+    set_current_mesh,
 )
 from spmd_types._checker import infer_local_type_for_axis
 from spmd_types._raw_dist import RAW_DIST_RULES
@@ -31,15 +35,68 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils._pytree import tree_leaves
 
 from megatron.engine.parallelize import RankStage
-from megatron.extras.planner.types.axes import LETTERS, Axis, Offsets, list_offsets, use_axes
+from megatron.extras.planner.dry_run.fake_rank import list_parameter_groups
 from megatron.model import goldfish
 from megatron.model.dropout import Dropout
 from megatron.model.experts.routing import list_routers
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
-from megatron.parallel.layers import ParameterSpec
+from megatron.parallel.grid import Grid
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.parameter_spec import ParameterSpec
 from megatron.parallel.spmd import DECLARED, OUTSIDE, SpmdRule
+
+LETTERS = {"I": I, "R": R, "V": V}
+Offsets = frozenset[int]
+"""The ranks of a group, as differences to its first one."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis with several ranks."""
+
+    name: str
+    mesh: MeshAxis
+    offsets: Offsets
+
+    def is_in(self, group: Offsets) -> bool:
+        """Return whether a group has all ranks of the axis."""
+        return self.offsets <= group
+
+    def shares(self, group: Offsets) -> bool:
+        """Return whether a group has several ranks of the axis."""
+        return len(self.offsets & group) > 1
+
+
+def list_axes(grid: Grid) -> list[Axis]:
+    """Return the axes of a stage that have several ranks. A pipeline has no common tensors."""
+    sizes = {"tensor": grid.tensor, "context": grid.context, "data": grid.data}
+    axes = []
+    # Tensor is the innermost axis, then context and data (`Grid`).
+    stride = 1
+    for name, size in sizes.items():
+        if size > 1:
+            ranks = frozenset(range(0, size * stride, stride))
+            axes.append(Axis(name, MeshAxis.of(size, stride), ranks))
+        stride *= size
+    return axes
+
+
+@cache
+def list_offsets(group: dist.ProcessGroup | None) -> Offsets:
+    """Return the offsets of a group. None: that of one rank."""
+    if group is None:
+        return frozenset((0,))
+    ranks = dist.get_process_group_ranks(group)
+    # All groups of a kind have the same offsets, on each rank.
+    return frozenset(rank - ranks[0] for rank in ranks)
+
+
+@contextmanager
+def use_axes(axes: list[Axis]) -> Iterator[None]:
+    """Let spmd_types require a type over each of the axes."""
+    with set_current_mesh({axis.name: axis.mesh for axis in axes}):
+        yield
 
 
 def choose_variant(text: str, group: Any) -> str:
@@ -247,14 +304,6 @@ class ForwardTypes:
 
 def _bind(run: Callable[..., Any], function: Any, rule: SpmdRule) -> Any:
     return staticmethod(lambda *arguments: run(function, rule, arguments))
-
-
-def list_parameter_groups(module: Any) -> list[Any]:
-    """Return FSDP2's groups of parameters of a module."""
-    state = module._get_fsdp_state()
-    # torch 2.11 and 2.12 have one group.
-    one = getattr(state, "_fsdp_param_group", None)
-    return state._fsdp_param_groups if one is None else [one]
 
 
 @contextmanager

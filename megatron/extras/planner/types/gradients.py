@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from megatron.extras.planner.types.axes import Offsets
+from megatron.extras.planner.types.forward import Offsets
 
 _PRODUCTS = ("mul", "mul_", "_foreach_mul_")
 _DIVISIONS = ("div", "div_", "_foreach_div_")

@@ -7,25 +7,27 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron.engine.pipeline_runner import _Stage, _StageModule
-from megatron.extras.planner.dry_run.fake_gpu import COLLECTIVES, find_line
-from megatron.extras.planner.types.axes import Offsets, list_offsets
-from megatron.extras.planner.types.forward import choose_variant, find_group, list_ranks
+from megatron.extras.planner.dry_run.fake_gpu import find_line, name_dtype
+from megatron.extras.planner.types.forward import (
+    Offsets,
+    choose_variant,
+    find_group,
+    list_offsets,
+    list_ranks,
+)
 from megatron.extras.planner.types.gradients import GradientFlow
 from megatron.extras.planner.types.record import STEP, Message, RankTypes, Transfer
+from megatron.extras.watch.operator_mode import CollectiveCall, OperatorMode
 from megatron.parallel.spmd import DECLARED, SpmdRule
 
 Sent = tuple[str, Offsets, str]
 """Kind, group and operation of a message."""
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(OperatorMode):
     """Records the messages of a step, and lets `GradientFlow` see all operators."""
 
     def __init__(self, found: RankTypes, flow: GradientFlow, names: Mapping[str, str]) -> None:
@@ -48,48 +50,43 @@ class Recorder(TorchDispatchMode):
         finally:
             self._phase = before
 
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    def run_operator(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run an operator, and record what it sends."""
-        if any(issubclass(each, DTensor) for each in types):
-            # Its local tensors come here by themselves.
-            return NotImplemented
+        """Run an operator, and let `GradientFlow` see it."""
         # The fake GPU runs it. Its mode is below this one.
-        out = func(*args, **(kwargs or {}))
-        if func.namespace == "c10d":
-            self._note(func, args)
-        else:
+        out = func(*args, **kwargs)
+        if func.namespace != "c10d":
             self._flow.follow(func, args, out)
         return out
 
-    def _note(self, func: Any, args: tuple[Any, ...]) -> None:
-        kind = COLLECTIVES.get(func._schema.name.split("::")[1])
-        if kind is None:
+    def see_collective(self, call: CollectiveCall) -> None:
+        """Record what is sent."""
+        group = call.group
+        # Nothing is compiled here, so only DTensors send by the name of a group.
+        if group is None:
             return
-        group = find_process_group(args)
-        sent = [each for each in tree_leaves(args[:2]) if isinstance(each, Tensor)]
         # A barrier has no tensor.
         shape: tuple[int, ...] = ()
         dtype = "none"
-        if sent:
-            shape = tuple(sent[0].shape)
-            dtype = str(sent[0].dtype).removeprefix("torch.")
+        if call.tensors:
+            shape = tuple(call.tensors[0].shape)
+            dtype = name_dtype(call.tensors[0])
         # The fifth argument has the rows for each rank, if they may be uneven. Those of this rank
         # may be even by chance, such as Muon's parts of matrices.
-        if kind == "all_to_all" and args[4]:
+        if call.kind == "all_to_all" and call.args[4]:
             shape = shape[1:]
-        if any(map(self._flow.find, sent)):
+        if any(map(self._flow.find, call.tensors)):
             # The last of FSDP2's shards are smaller, or empty.
             shape = ()
-        name = self._names.get(group.group_name, group.group_name)
-        message = Message(kind, name, group.size(), dtype, shape, find_line())
+        name = self._names.get(call.group_name, call.group_name)
+        message = Message(call.kind, name, group.size(), dtype, shape, find_line())
         self._found.phases.setdefault(self._phase, []).append(message)
         ranks = list_offsets(group)
-        operation = find_operation(args)
+        operation = call.operation
         for messages in self._open:
-            messages.append((kind, ranks, operation))
-        self._flow.send(kind, sent, ranks, operation)
+            messages.append((call.kind, ranks, operation))
+        self._flow.send(call.kind, call.tensors, ranks, operation)
 
     @contextmanager
     def watch(self) -> Iterator[list[Sent]]:
@@ -167,8 +164,8 @@ class Recorder(TorchDispatchMode):
             sender = stage.stage_index + step
             noted = self._found.transfers.setdefault(name, [])
             for op in made:
-                dtype = str(op.tensor.dtype).removeprefix("torch.")
                 shape = tuple(op.tensor.shape)
+                dtype = name_dtype(op.tensor)
                 noted.append(Transfer(sender // stage.group_size, microbatch, dtype, shape))
             return made
 
@@ -242,21 +239,3 @@ def _pass_through(module: Any, x: Tensor | None, like: Tensor) -> Tensor:
     out = x.float().mean()
     module.losses.append(out.detach())
     return out
-
-
-def find_process_group(args: tuple[Any, ...]) -> dist.ProcessGroup:
-    """Return the group of a message, from the arguments of its operator."""
-    for each in args:
-        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
-            return dist.ProcessGroup.unbox(each)
-    raise AssertionError("a message has a group")
-
-
-def find_operation(args: tuple[Any, ...]) -> str:
-    """Return the operation of a reduction, such as SUM, or nothing."""
-    for each in args:
-        if isinstance(each, torch.ScriptObject) and "ReduceOp" in str(each._type()):
-            # torch has the number of the operation here, and not the object.
-            number = each.op()  # type: ignore[attr-defined]
-            return str(dist.ReduceOp.RedOpType(number)).rpartition(".")[2]
-    return ""

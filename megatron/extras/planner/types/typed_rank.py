@@ -1,26 +1,24 @@
 """One training step of one rank of the real layout, typed."""
 
-import gc
 import re
-import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
-import torch.distributed as dist
 from spmd_types import SpmdTypeError
 
-from megatron.base.code_version import PACKAGE
-from megatron.extras.planner.dry_run.fake_rank import (
-    assume_loads,
-    build_rank,
-    get_gpu,
-    make_batch,
-    name_groups,
-)
+from megatron.config.kernels import SWITCHES
+from megatron.extras.planner.dry_run.fake_rank import make_batch, name_groups, use_rank
 from megatron.extras.planner.dry_run.process import choose_fake_kernels, choose_microbatches
-from megatron.extras.planner.types.axes import Axis, list_axes, list_offsets
-from megatron.extras.planner.types.forward import ForwardTypes, keep_types_in_hooks
+from megatron.extras.planner.dry_run.record import find_line_of_error
+from megatron.extras.planner.types.forward import (
+    Axis,
+    ForwardTypes,
+    keep_types_in_hooks,
+    list_axes,
+    list_offsets,
+)
 from megatron.extras.planner.types.gradients import GradientFlow
 from megatron.extras.planner.types.messages import Recorder
 from megatron.extras.planner.types.record import RankTypes
@@ -31,16 +29,8 @@ from megatron.plan.run_plan import Plan
 
 def use_plain_operators(plan: Plan) -> Plan:
     """Return the plan without compilation, fused kernels and float8, which have no types."""
-    kernels = replace(
-        plan.config.kernels,
-        use_torch_compile=False,
-        gradient_accumulation_fusion=False,
-        rope_fusion=False,
-        bias_swiglu_fusion=False,
-        residual_norm_fusion=False,
-        cross_entropy_loss_fusion=False,
-        adamw_fusion=False,
-    )
+    off: dict[str, Any] = dict.fromkeys(("use_torch_compile", *SWITCHES), False)
+    kernels = replace(plan.config.kernels, **off)
     precision = replace(plan.config.precision, fp8_format=None)
     config = replace(plan.config, kernels=kernels, precision=precision)
     return choose_fake_kernels(replace(plan, config=config))
@@ -60,12 +50,10 @@ def run_typed_rank(plan: Plan, rank: int, kind: str) -> RankTypes:
     axes = list_axes(plan.grid)
     # Its keys are groups of an earlier rank, which do not exist any more.
     list_offsets.cache_clear()
-    assume_loads(1.0)
     # The ranks' names are the same text on a fake group. Receiving it from 16,384 ranks takes 2 s.
     names = patch.object(mesh, "gather_json", lambda value, group: [value] * plan.world_size)
-    with get_gpu(), keep_types_in_hooks(), names:
-        try:
-            built = build_rank(plan, rank)
+    try:
+        with keep_types_in_hooks(), names, use_rank(plan, rank) as built:
             engine = built.engine
             types = ForwardTypes(built.mesh, axes)
             recorder = Recorder(found, flow, name_groups(built.mesh, engine))
@@ -85,17 +73,13 @@ def run_typed_rank(plan: Plan, rank: int, kind: str) -> RankTypes:
                 checks.install(),
                 recorder,
             ):
-                engine.train_batch(samples, iteration=1, lr=1e-4, vote=lambda: (0.0, 0.0))
+                built.train(samples)
                 checks.check_reads()
                 checks.check_all_coordinates()
             found.checked.update(types.checked)
-        except Exception as error:
-            # A rank that fails is a result. The other ranks may fail in another way.
-            found.problems.append(_describe_error(error, axes))
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            gc.collect()
+    except Exception as error:
+        # A rank that fails is a result. The other ranks may fail in another way.
+        found.problems.append(_describe_error(error, axes))
     return found
 
 
@@ -104,15 +88,10 @@ def _describe_error(error: BaseException, axes: Sequence[Axis]) -> str:
     # torch's pipeline raises an error of its own from ours.
     while error.__cause__ is not None:
         error = error.__cause__
-    prefix = f"{PACKAGE}/"
-    lines = [
-        f"{frame.filename.removeprefix(prefix)}:{frame.lineno}"
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename.startswith(prefix) and "/extras/planner/" not in frame.filename
-    ]
+    line = find_line_of_error(error)
     where = ""
-    if lines:
-        where = f"{lines[-1]}: "
+    if line is not None:
+        where = f"{line}: "
     if not isinstance(error, SpmdTypeError):
         return f"{where}{type(error).__name__}: {error}"
     # Without its proposals, which name functions of spmd_types.

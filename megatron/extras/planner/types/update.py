@@ -21,8 +21,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from megatron.engine import native
 from megatron.engine.native import NativeEngine
 from megatron.engine.optimizer import MasterParameter
-from megatron.extras.planner.types.axes import Offsets, list_offsets
-from megatron.extras.planner.types.forward import list_parameter_groups
+from megatron.extras.planner.dry_run.fake_rank import list_parameter_groups
+from megatron.extras.planner.types.forward import Offsets, list_offsets
 from megatron.extras.planner.types.gradients import GradientFlow, Label
 from megatron.extras.planner.types.messages import Recorder, Sent
 from megatron.extras.planner.types.record import RankTypes

@@ -14,27 +14,36 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import assert_never
 
 import torch
 from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.extras.planner.verify.recording import RankRecord, RecordedStep, ShardCopy
+from megatron.extras.planner.verify.recording import (
+    ActivationTrace,
+    RankRecord,
+    RecordedStep,
+    ShardCopy,
+)
 from megatron.extras.planner.verify.reduction import DROPPED
 from megatron.extras.planner.verify.reference import ReferenceRun, ReferenceStep
 from megatron.extras.planner.verify.reference_dropout import list_microbatches
+from megatron.extras.planner.verify.reference_optimizer import get_decays
 from megatron.model.inputs import Inputs
 from megatron.plan.run_plan import Plan
 
 BOUND = 1e-5
+OWN_NORM_BOUND = 1e-6
+"""Bound of a norm beside the norm of the same gradients, which only the order of the sum changes.
+The sinks of attention are less than 1e-5 of the norm."""
 SHARE = 3e-3
 """Share of the norm of all tensors that is added to the norm of each."""
 _DATA = "labels, masks and positions"
 COMPARISONS: tuple[str, ...] = (
     # The loaded state comes before the loss of the step that uses it.
     *("samples", _DATA, "learning rate", "initial weights", "state after the resume"),
-    *("loss", "gradient norm", "gradients", "moments", "weights", "overflow", "step count"),
+    *("loss", "gradient norm", "parts of the norm", "gradients", "moments", "weights", "overflow"),
+    "step count",
 )
 """The comparisons in the order of a step, so the first one that fails is closest to the cause."""
 
@@ -51,6 +60,7 @@ class ComparedValue:
     value: float
     """The copy's number, or the norm of its tensor."""
     expected: float
+    bound: float = BOUND
 
     def __str__(self) -> str:
         """Return what was found as one sentence."""
@@ -62,7 +72,7 @@ class ComparedValue:
     @property
     def is_failure(self) -> bool:
         """Whether the error is above the bound. A number that is not finite is a failure."""
-        return not self.error <= BOUND
+        return not self.error <= self.bound
 
 
 @dataclass(frozen=True)
@@ -100,6 +110,7 @@ def compare_records(
         for rank, record in enumerate(ranks)
         for finding in _compare_rank(plan, reference, record, f"rank {rank} ({record.coordinate})")
     ]
+    findings += _compare_parts_of_norm(plan.config.optimizer, launches[0])
     return summarise(findings, COMPARISONS)
 
 
@@ -115,7 +126,7 @@ def summarise(findings: Sequence[ComparedValue], comparisons: Sequence[str]) -> 
         errors = [math.inf if math.isnan(finding.error) else finding.error for finding in own]
         # A run without a decoupled rate or a resume has no finding for some rows.
         if own:
-            rows.append(ComparedRow(comparison, len(own), max(errors), first))
+            rows.append(ComparedRow(comparison, len(own), max(errors), first, own[0].bound))
     return rows
 
 
@@ -231,19 +242,6 @@ def _compare_numbers(
         yield _compare_numerically(comparison, step.iteration, subject, value, wanted)
 
 
-def get_decays(config: OptimizerConfig) -> dict[str, float]:
-    """Return the decay b of each state that is an average m' = b m + (1 - b) g of gradients."""
-    adam = {"exp_avg": config.adam_beta1}
-    match config.optimizer:
-        case "adam" | "ademamix":
-            return adam
-        case "muon":
-            return {**adam, "momentum": config.muon_momentum}
-        case _:
-            # mypy then names an optimizer that is missing here.
-            assert_never(config.optimizer)
-
-
 def _compare_gradients(
     config: OptimizerConfig, step: RecordedStep, expected: ReferenceStep, name: str
 ) -> Iterator[ComparedValue]:
@@ -266,6 +264,36 @@ def _compare_gradients(
         found = replace(after, tensor=gradient)
         subject = f"{after.name} on {name}"
         yield _compare_shard("gradients", step.iteration, subject, found, expected.gradients, floor)
+
+
+def _compare_parts_of_norm(
+    config: OptimizerConfig, ranks: Sequence[RankRecord]
+) -> Iterator[ComparedValue]:
+    """Compare the norm of the first step with that of the gradients of all ranks.
+
+    The reference's norm has other rounding errors, which hide what small parameters add to it.
+    """
+    # A launch may have ended with an error before the first step.
+    if not all(record.steps for record in ranks):
+        return
+    steps = [record.steps[0] for record in ranks]
+    norm = steps[0].result.grad_norm
+    decays = get_decays(config)
+    # Several ranks may hold the same shard. The moments of the first step are its gradients.
+    shards = {
+        (shard.name, shard.offset): shard.tensor.double() / (1 - decays[shard.kind])
+        for step in steps
+        for shard in step.after
+        if shard.kind in decays
+    }
+    clipped = 1.0
+    if 0 < config.clip_grad < norm:
+        clipped = config.clip_grad / (norm + 1e-6)
+    own = math.sqrt(sum(float(t.square().sum()) for t in shards.values())) / clipped
+    yield replace(
+        _compare_numerically("parts of the norm", 1, "norm of all gradients", norm, own),
+        bound=OWN_NORM_BOUND,
+    )
 
 
 def _compare_state(
@@ -312,6 +340,11 @@ def _compare_shard(
     floor: float,
 ) -> ComparedValue:
     """Compare a shard with its slice of the complete tensor of its name."""
+    if shard.name not in whole:
+        # The reference keeps no such state of this parameter.
+        return ComparedValue(
+            comparison, iteration, subject, math.inf, float(shard.tensor.norm()), 0.0
+        )
     expected = shard.select(whole[shard.name])
     norm = float(expected.norm())
     # The last term is for an empty shard.
@@ -427,3 +460,76 @@ def _join_weights(steps: Sequence[RecordedStep]) -> dict[str, Tensor]:
         for shard in own:
             shard.select(weights[name]).copy_(shard.tensor)
     return weights
+
+
+@dataclass(frozen=True)
+class TracedRank:
+    """The trace of one rank of the copy in one iteration."""
+
+    rank: str
+    """The rank's name for messages."""
+    trace: ActivationTrace
+    samples: Mapping[int, slice]
+    """Number of a microbatch -> its samples in the global batch."""
+    tensor_rank: int
+    tensor_size: int
+    context_rank: int = 0
+    context_size: int = 1
+
+    def select(self, whole: Tensor, part: Tensor, microbatch: int) -> Tensor | None:
+        """Return this rank's part of [s, B, h], or None if the shapes do not fit.
+
+        Args:
+            whole: The reference's tensor of the complete batch.
+            part: This rank's tensor, [s, b, h] or [s/t, b, h]. With context parallelism, read s/c
+                for s.
+            microbatch: The number of the microbatch.
+        """
+        selected = whole[:, self.samples[microbatch]]
+        if self.context_size > 1:
+            # A rank has an early and a late part of the sequence.
+            parts = selected.chunk(2 * self.context_size)
+            selected = torch.cat((parts[self.context_rank], parts[-1 - self.context_rank]))
+        # With sequence parallelism, the rank has its slice of the sequence.
+        if selected.shape[0] == part.shape[0] * self.tensor_size:
+            selected = selected.chunk(self.tensor_size)[self.tensor_rank]
+        return selected if selected.shape == part.shape else None
+
+
+def find_first_difference(
+    reference: ActivationTrace, ranks: Sequence[TracedRank], weight_ranks: int, bound: float
+) -> str:
+    """Return a text about the first tensor that differs by more than the bound, forward first.
+
+    Args:
+        reference: The record of one process, whose only microbatch is the global batch.
+        ranks: The records of all ranks.
+        weight_ranks: Number of data x context ranks. Gradients of a rank are those of its own mean
+            loss.
+        bound: The largest relative error.
+    """
+    for attribute, what, factor in (
+        ("outputs", "forward pass, output of", 1.0),
+        ("gradients", "backward pass, gradient of the output of", 1.0 / weight_ranks),
+    ):
+        for (_, operator), whole in getattr(reference, attribute).items():
+            for rank in ranks:
+                for (microbatch, name), found in getattr(rank.trace, attribute).items():
+                    if name != operator:
+                        continue
+                    part = found * factor
+                    expected = rank.select(whole, part, microbatch)
+                    if expected is None:
+                        continue
+                    # The smallest term is for a gradient of zeros.
+                    norm = float(expected.norm())
+                    error = float((part - expected).norm()) / (norm + 1e-30)
+                    if not error <= bound:
+                        return (
+                            f"{what} {operator} on {rank.rank}: norm {float(part.norm()):.6g}, "
+                            f"expected {norm:.6g}, relative error {error:.1e}"
+                        )
+    return (
+        "none. The cause is in the reduction of gradients, in the update, or in the data of the "
+        "step"
+    )

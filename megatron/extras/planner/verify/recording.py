@@ -4,11 +4,17 @@ The training code does not change. Only the engine's `train_batch` is wrapped. I
 microbatches, the result, and the shards of weights and moments before and after the step.
 Gradients are not read from the engine. They follow from the moments, so they are those that the
 optimizer has used. In float8, a rank also records what it rounds, before and after rounding.
+
+A trace has the results of the operators that write or read the residual stream: embedding, norms,
+attention, MLP, and the complete layer. The order is that of the computation, so the first tensor
+that differs is closest to the cause.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +26,58 @@ from megatron.data.batches import Microbatch
 from megatron.engine.base import Engine, StepResult
 from megatron.engine.engine_base import EngineBase
 from megatron.extras.planner.verify.reduction import DROPPED
-from megatron.extras.planner.verify.trace import ActivationTrace
+from megatron.model.gpt import GPT
 from megatron.parallel.grid import GridCoordinate
+
+_OPERATORS = re.compile(r"embedding|head\.norm|blocks\.\d+(\.(attention|mlp|\w*norm))?", re.ASCII)
+"""Modules whose results are parts of the residual stream."""
+_Key = tuple[int, str]
+"""Number of the microbatch, and name of the operator."""
+
+
+@dataclass
+class ActivationTrace:
+    """The results of operators in one iteration, in their order."""
+
+    outputs: dict[_Key, Tensor] = field(default_factory=dict)
+    gradients: dict[_Key, Tensor] = field(default_factory=dict)
+    _passes: dict[int, int] = field(default_factory=dict)
+    """The number of a stage -> its forward passes."""
+    _microbatch: int = 0
+
+    @contextmanager
+    def attach(self, stages: Sequence[GPT]) -> Iterator[None]:
+        """Record what these stages compute in this context."""
+        # The hooks are removed, because closures cannot be stored in a file.
+        handles = []
+        for number, stage in enumerate(stages):
+            begin = partial(self._begin_microbatch, number)
+            handles.append(stage.register_forward_pre_hook(begin))
+            for name, module in stage.named_modules():
+                if _OPERATORS.fullmatch(name):
+                    handles.append(module.register_forward_hook(partial(self._record, name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _begin_microbatch(self, stage: int, module: object, args: object) -> None:
+        # A stage takes microbatches in order. The number in the key of dropout may be wrong.
+        self._microbatch = self._passes.get(stage, 0)
+        self._passes[stage] = self._microbatch + 1
+
+    def _record(self, name: str, module: object, args: object, output: Tensor) -> None:
+        key = self._microbatch, name
+        # The backward pass computes recomputed layers again.
+        if key in self.outputs:
+            return
+        self.outputs[key] = output.detach().clone()
+        if output.requires_grad:
+            output.register_hook(partial(self._record_gradient, key))
+
+    def _record_gradient(self, key: _Key, gradient: Tensor) -> None:
+        self.gradients[key] = gradient.detach().clone()
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from megatron.extras.planner.verify.features import (
     list_groups,
     list_plan_groups,
 )
+from megatron.extras.planner.verify.reference_optimizer import FORMULAS
 from megatron.extras.step.float8.recipe import MULTIPLE
 from megatron.parallel.grid import Grid
 from megatron.plan.resolve import resolve
@@ -95,7 +96,8 @@ def reduce_plan(plan: Plan, folder: Path, most_processes: int = MOST_PROCESSES) 
         most_processes: The largest number of processes of the copy.
 
     Raises:
-        ConfigError: The copy needs more processes, or its configuration has errors.
+        ConfigError: The copy needs more processes, its configuration has errors, or the reference
+            has no formula of the optimizer.
     """
     grid = _choose_grid(plan, most_processes)
     before = flatten(plan.config)
@@ -469,10 +471,8 @@ def _reduce_optimizer(plan: Plan, sizes: list[int], lengths: list[int]) -> Value
     The warm-up takes two iterations, the decay takes all, and the last decay of WSD takes two.
     """
     optimizer = plan.config.optimizer
-    rate = ENLARGED_RATE
-    # Muon's updates have full rank, and rounding errors grow faster with it.
-    if optimizer.optimizer == "muon":
-        rate /= 4
+    formula = FORMULAS.require(optimizer.optimizer)
+    rate = ENLARGED_RATE * formula.rate
     factor = rate / (optimizer.lr or rate)
     decoupled = (optimizer.decoupled_lr or 0.0) * factor
     given = {
@@ -489,8 +489,7 @@ def _reduce_optimizer(plan: Plan, sizes: list[int], lengths: list[int]) -> Value
         "optimizer.lr_wsd_decay_samples": sum(sizes[-2:]),
         "optimizer.lr_wsd_decay_fraction": 1 / 3,
         "optimizer.weight_decay": max(optimizer.weight_decay, 0.1),
-        "optimizer.ademamix_beta3_warmup": ITERATIONS,
-        "optimizer.ademamix_alpha_warmup": ITERATIONS,
+        **dict.fromkeys(formula.spans, ITERATIONS),
         # More than the copy reads, so that it does not end too early.
         "batch.train_tokens": 10**9,
     }
@@ -500,12 +499,9 @@ def _reduce_optimizer(plan: Plan, sizes: list[int], lengths: list[int]) -> Value
         # A first step at the rate 0 would leave biases at zero in the second forward pass.
         "optimizer.lr_warmup_init": min(rate, decoupled or rate) / 4,
         "optimizer.adam_eps": ENLARGED_EPSILON,
-        # The products of the default precision are in bf16. Only Muon has them.
-        "optimizer.muon_fp32_matmul_prec": (
-            "high" if optimizer.optimizer == "muon" else optimizer.muon_fp32_matmul_prec
-        ),
         "optimizer.exp_avg_dtype": "fp32",
         "optimizer.exp_avg_sq_dtype": "fp32",
+        **formula.values,
     }
 
 
@@ -588,7 +584,7 @@ def use_own_precision(reduction: Reduction, original: Config) -> Config | None:
     if not has_own_precision(precision) or original.model.num_experts is not None:
         return None
     names = ["parallel.grad_reduce_in_bf16", "kernels.gradient_accumulation_fusion"]
-    names.append("optimizer.muon_fp32_matmul_prec")
+    names += FORMULAS.require(original.optimizer.optimizer).values
     names += ["optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype"]
     run = flatten(original)
     # The format, the residual stream and the loss scale.

@@ -5,10 +5,11 @@
 | batch             | microbatches on data-parallel ranks   | one microbatch, read by one rank  |
 | labels, masks     | `data/batches.py`, `documents.py`     | formulas of this module           |
 | batch size        | `schedule/batch_size.py`              | formulas of this module           |
+| parameters        | specs of `model/layer_parts.py`       | `reference_parameters`, by name   |
 | initial weights   | `model/init.py`, shard by shard       | formula of name and depth         |
 | layers            | `model/`, on slices                   | `model/`, complete                |
 | loss, z-loss      | `model/loss.py`, fused and sharded    | torch's cross entropy             |
-| losses of experts | `model/experts/routing.py`            | formulas of `reference_experts`   |
+| losses of experts | `model/experts/routing.py`            | formulas of this module           |
 | recomputation     | as configured                         | none                              |
 | dropout masks     | `parallel/rng.py`, for each slice     | formulas of `reference_dropout`   |
 | norm and clipping | sums over ranks                       | a sum over parameters             |
@@ -22,33 +23,33 @@ it shows what an uninterrupted run computes.
 
 import copy
 import math
-import zlib
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.batch import BatchConfig
-from megatron.config.model import ModelConfig
-from megatron.extras.planner.verify.conversations import Conversations
+from megatron.config.loss import LossConfig
+from megatron.config.tree import Config
+from megatron.extras.planner.verify.recording import ActivationTrace
 from megatron.extras.planner.verify.reduction import COMPARED, DROPPED, EOD, use_one_process
 from megatron.extras.planner.verify.reference_dropout import use_masks
-from megatron.extras.planner.verify.reference_experts import ReferenceExperts, leave_out_losses
 from megatron.extras.planner.verify.reference_optimizer import (
     Moments,
     Rates,
     ReferenceOptimizer,
-    get_ratios,
 )
-from megatron.extras.planner.verify.trace import ActivationTrace
+from megatron.extras.planner.verify.reference_parameters import compute_initial_weight, get_ratios
+from megatron.extras.planner.verify.synthetic import Conversations
+from megatron.model.experts.routing import BALANCE, Router, find_best, list_routers
 from megatron.model.goldfish import find_loss_mask
-from megatron.model.gpt import GPT
+from megatron.model.gpt import GPT, INPUT_AND_OUTPUT
 from megatron.model.inputs import Inputs
-from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
@@ -154,7 +155,9 @@ def _build_model(alone: Plan) -> GPT:
     loss = leave_out_losses(alone.config.loss)
     model = GPT(alone.shape, TensorParallel(), loss=loss)
     for name, parameter in model.named_parameters():
-        size = parameter.spec.shape  # type: ignore[attr-defined]
+        size = tuple(parameter.shape)
+        if name in INPUT_AND_OUTPUT:
+            size = (alone.shape.vocab_size, *size[1:])
         # The rows that only pad the vocabulary stay zero.
         parameter.data.zero_()
         parameter.data[: size[0]] = compute_initial_weight(name, size, alone.shape, seed)
@@ -163,64 +166,6 @@ def _build_model(alone: Plan) -> GPT:
 
 def _copy(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in parameters.items()}
-
-
-def compute_initial_weight(
-    name: str, size: tuple[int, ...], shape: ModelShape, seed: int
-) -> Tensor:
-    """Return the initial value of a parameter, from its name and the depth of the model.
-
-    Args:
-        name: Name of the parameter in the complete model.
-        size: Shape of the complete parameter, without padding.
-        shape: Sizes of the model.
-        seed: Seed of the run.
-    """
-    config = shape.config
-    if name.endswith("norm.weight"):
-        return torch.ones(size)
-    if name.endswith("bias"):
-        return torch.zeros(size)
-    if name.endswith("alpha_p"):
-        return torch.full(size, math.log(math.exp(0.8) - 1))
-    if name.endswith("alpha_n"):
-        return torch.full(size, math.log(math.exp(0.3) - 1))
-    # The formulas are those of the flags' help.
-    std: Any = config.init_method_std
-    if std == "small":
-        std = (2 / (5 * config.hidden_size)) ** 0.5
-    elif std == "megatron":
-        std = (1 / (3 * config.hidden_size)) ** 0.5
-    # The rows of tokens and positions do not depend on the width.
-    width = 1.0
-    if name.startswith("blocks."):
-        width = get_ratios(config)[0] ** 0.5
-    outputs = ("attention.out.weight", "mlp.down.weight", "shared.down.weight", "experts.down")
-    if name.endswith(outputs):
-        std = _compute_output_std(config, std)
-    # Blocks of rows are drawn, of at most this many elements. Matrices of experts have several.
-    rows = max(1, 2**18 // math.prod(size[1:]))
-    blocks = []
-    for number, first in enumerate(range(0, size[0], rows)):
-        # The names are hashed, so two layers get different numbers.
-        seeds = np.random.SeedSequence((seed, zlib.crc32(name.encode()), number))
-        part = (min(rows, size[0] - first), *size[1:])
-        generator = np.random.Generator(np.random.SFC64(seeds))
-        blocks.append(generator.standard_normal(part, dtype=np.float32))
-    return torch.from_numpy(np.concatenate(blocks)) * (std / width)
-
-
-def _compute_output_std(config: ModelConfig, std: float) -> float:
-    """Return the deviation of a projection that writes to the residual stream."""
-    output: Any = config.output_init_method_std
-    # The factor on the branches takes the place of the formula of the depth.
-    if config.parametrization == "completep":
-        return std
-    if output is None:
-        return std / float(2 * config.num_layers) ** 0.5
-    if output == "wang":
-        return 2 / config.num_layers / float(config.hidden_size) ** 0.5
-    return float(output)
 
 
 def compute_batch_size(batch: BatchConfig, consumed: int) -> int:
@@ -290,3 +235,91 @@ def _compute_loss(model: GPT, inputs: Inputs, plan: Plan, vocab_size: int) -> Te
         for part, kept in zip(losses.split(micro), mask.split(micro), strict=True)
     ]
     return torch.stack(means).mean()
+
+
+def leave_out_losses(loss: LossConfig) -> LossConfig:
+    """Return the settings of a model that computes no auxiliary loss of experts itself."""
+    return replace(loss, moe_aux_loss_coeff=0.0, moe_z_loss_coeff=0.0)
+
+
+class ReferenceExperts:
+    """What the routers of the reference's model choose in a step, and what follows from it.
+
+    The reference has all samples of a step in one microbatch. The losses depend on the microbatches
+    of the copy, which are neighbours in the batch. The model of the reference chooses the experts
+    by its own router. Everything that follows from the choices is computed here.
+    """
+
+    def __init__(self, model: GPT, config: Config) -> None:
+        """Watch the routers of a model without auxiliary losses."""
+        self._config = config
+        self._routers = list_routers(model)
+        for router in self._routers:
+            router.allocate(torch.device("cpu"))
+        self._seen: list[tuple[Router, Tensor, Tensor]] = []
+        """Each router with its logits [n, E] and its choices [n, k]."""
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Record the choices of a forward pass in this context."""
+        self._seen = []
+        handles = [router.register_forward_hook(self._record) for router in self._routers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _record(self, router: Any, arguments: tuple[Any, ...], choice: Any) -> None:
+        logits = F.linear(arguments[0], router.weight, router.bias)
+        self._seen.append((router, logits, choice.experts))
+
+    def compute_losses(self, samples: int) -> Tensor:
+        """Return the sum of the auxiliary losses x their coefficients.
+
+        Args:
+            samples: Samples of the batch. Row i of the logits is of sample i % samples.
+        """
+        loss = self._config.loss
+        total = torch.zeros(())
+        size = self._config.batch.micro_batch_size
+        if loss.moe_router_load_balancing_type == "seq_aux_loss":
+            size = 1
+        for _, logits, experts in self._seen:
+            parts = torch.arange(len(logits)) % samples // size
+            numbers = range(int(parts.max()) + 1)
+            if loss.moe_router_load_balancing_type != "none":
+                balance = [self._balance(logits[parts == i], experts[parts == i]) for i in numbers]
+                total = total + loss.moe_aux_loss_coeff * sum(balance) / len(balance)
+            total = total + loss.moe_z_loss_coeff * logits.logsumexp(dim=1).square().mean()
+        return total
+
+    def _balance(self, logits: Tensor, experts: Tensor) -> Tensor:
+        """Return E sum(f p) of the tokens of a microbatch or a sequence."""
+        model = self._config.model
+        if model.moe_router_score_function == "sigmoid":
+            scores = logits.sigmoid()
+            scores = scores / scores.sum(dim=1, keepdim=True)
+        else:
+            scores = logits.exp() / logits.exp().sum(dim=1, keepdim=True)
+        if model.moe_router_enable_expert_bias or model.moe_router_num_groups is not None:
+            experts = find_best(scores.detach(), model.moe_router_topk)
+        shares = torch.bincount(experts.flatten(), minlength=scores.shape[1]) / experts.numel()
+        return scores.shape[1] * (shares * scores.mean(dim=0)).sum()
+
+    def update_biases(self) -> None:
+        """Move each bias of balancing by the choices of the step, which was applied."""
+        for router, logits, experts in self._seen:
+            if router.balance.numel():
+                counts = torch.bincount(experts.flatten(), minlength=logits.shape[1])
+                mean = experts.numel() / logits.shape[1]
+                rate = self._config.loss.moe_router_bias_update_rate
+                router.balance += rate * torch.sign(mean - counts)
+
+    def copy_biases(self) -> dict[str, Tensor]:
+        """Return the biases of balancing by their names in checkpoints."""
+        return {
+            f"blocks.{router.layer}{BALANCE}": router.balance.clone()
+            for router in self._routers
+            if router.balance.numel()
+        }

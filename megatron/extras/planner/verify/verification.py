@@ -5,7 +5,7 @@
 process reads.
 3. Train the copy: two steps and a save, then a resume and two more steps. In the third step, the
 first block gets infinite gradients, and no rank may change its weights.
-4. Compare (`comparison`), and find the first activation that differs (`trace`).
+4. Compare, and find the first activation that differs (`comparison`).
 5. In the run's own precision, compare the copy with two runs of one process that differ in
 their micro-batch sizes.
 """
@@ -26,11 +26,12 @@ from megatron.extras.planner.verify.comparison import (
     COMPARISON,
     ComparedRow,
     ComparedValue,
+    TracedRank,
     compare_operands,
     compare_records,
     count_flips,
+    find_first_difference,
     find_first_failure,
-    get_decays,
     summarise,
 )
 from megatron.extras.planner.verify.launching import Launcher, LaunchError, LaunchTimeoutError
@@ -49,8 +50,8 @@ from megatron.extras.planner.verify.reduction import (
 )
 from megatron.extras.planner.verify.reference import ReferenceRun, run_reference
 from megatron.extras.planner.verify.reference_dropout import list_microbatches
+from megatron.extras.planner.verify.reference_optimizer import get_decays
 from megatron.extras.planner.verify.synthetic import write_data
-from megatron.extras.planner.verify.trace import TracedRank, find_first_difference
 from megatron.extras.step.float8.recipe import GRADIENTS
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan

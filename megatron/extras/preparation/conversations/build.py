@@ -40,8 +40,8 @@ from megatron.extras.samples.chat.template import (
     load_chat_template,
     read_special_tokens,
 )
-from megatron.run.start.orphans import die_with_parent
-from megatron.tokenizer import HFTokenizer, build_tokenizer
+from megatron.parallel.launcher import die_with_parent
+from megatron.tokenizer.build import HFTokenizer, build_tokenizer
 from megatron.tokenizer.failures import TokenizerError
 
 _MEMORY = 2 << 30

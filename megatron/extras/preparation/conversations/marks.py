@@ -19,19 +19,17 @@ from typing import Any, Literal
 
 from megatron.base.errors import DataError
 from megatron.extras.preparation.conversations.turns import (
+    WAYS,
+    Places,
     Turn,
     find_end,
     find_start,
     make_short,
+    mark,
+    mark_calls,
     measure_same,
     replace_ids,
     see_turn,
-)
-from megatron.extras.preparation.conversations.words import (
-    WAYS,
-    Places,
-    mark,
-    mark_calls,
     take_words,
 )
 from megatron.extras.samples.chat.renderer import CLOSE, OPEN, RenderTimeoutError

@@ -11,14 +11,13 @@ from typing import Any
 from megatron.base.errors import DataError
 from megatron.base.outside_file import parse_json
 from megatron.extras.preparation.preprocess.input_files import InputFormat, find_format
-from megatron.extras.preparation.preprocess.inputs import read_blocks
+from megatron.extras.preparation.preprocess.inputs import open_table, read_blocks
 from megatron.extras.samples.chat.renderer import CLOSE, OPEN
 from megatron.extras.samples.chat.template import (
     THOUGHTS,
     Message,
     name_thoughts,
 )
-from megatron.extras.samples.stream.table_files import open_arrow, open_parquet
 
 ROLES = ("system", "user", "assistant", "tool")
 _COLUMNS = ("messages", "tools", "prompt", "completion")
@@ -50,7 +49,7 @@ def read_rows(paths: list[str]) -> Iterator[Rows]:
         if format is InputFormat.TEXT:
             raise DataError(f"{path} is plain text, and has no conversations. Leave it out.")
         if format in (InputFormat.PARQUET, InputFormat.ARROW):
-            yield from _read_table(path, parquet=format is InputFormat.PARQUET)
+            yield from _read_table(path)
             continue
         for block in read_blocks([path], ()):
             # Blocks are for text, and have thousands of rows. A worker gets fewer.
@@ -59,33 +58,21 @@ def read_rows(paths: list[str]) -> Iterator[Rows]:
                 yield Rows(path, block.first_line + at, lines[at : at + _ROWS])
 
 
-def _read_table(path: str, *, parquet: bool) -> Iterator[Rows]:
+def _read_table(path: str) -> Iterator[Rows]:
     """Yield the rows of a Parquet or an Arrow file."""
-    opened: Any = open_parquet(path) if parquet else open_arrow(path)
-    with opened as file:
-        # The two classes name their schema differently.
-        names = (file.schema_arrow if parquet else file.schema).names
+    with open_table(path) as table:
+        names = table.schema.names
         columns = [name for name in _COLUMNS if name in names]
         if "messages" not in columns and not {"prompt", "completion"} <= {*columns}:
             raise DataError(
                 f"{path} has the columns {', '.join(names)}, and neither messages nor prompt and "
                 "completion. Rename them."
             )
-        # The sizes in a file are those of encoded values: a text that is stored once may be in each
-        # row. So rows are read one by one, and a worker gets as many as have few bytes.
-        batches = (
-            file.iter_batches(batch_size=1, columns=columns, use_threads=False)
-            if parquet
-            else (
-                batch.select(columns).slice(at, 1)
-                for _, _, batch in file.read_batches()
-                for at in range(batch.num_rows)
-            )
-        )
         first = 1
         values: list[Any] = []
         size = 0
-        for batch in batches:
+        # A worker gets as many rows as have few bytes.
+        for _, batch, _ in table.read_rows(columns):
             values += batch.to_pylist()
             size += batch.nbytes
             if len(values) >= _ROWS or size > _BYTES:

@@ -3,7 +3,7 @@
 A shard is an indexed data set with the documents of one input file. The manifest, such as
 corpus.json, lists the shards.
 
-`prepare` makes the shards with the tasks that `engines` starts. A `task` writes `shards`.
+`prepare` makes the shards with the tasks that `engines` starts. A task writes `shards`.
 `manifest` is the file, and `joined` presents its shards as one data set to training.
 
 Invariant: the bytes of a shard are a function of its input file, the key and the tokenizer. They do

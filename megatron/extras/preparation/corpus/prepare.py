@@ -19,7 +19,7 @@ from megatron.extras.preparation.corpus.sources import InputFile, list_inputs
 from megatron.extras.preparation.preprocess.build_dataset import NO_EOD
 from megatron.extras.preparation.preprocess.input_files import leave_out_output
 from megatron.extras.preparation.preprocess.journal import lock_output
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.build import build_tokenizer
 
 _SETTINGS = "made_with.json"
 _ROUNDS = 3

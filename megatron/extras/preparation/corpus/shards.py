@@ -26,8 +26,8 @@ from megatron.extras.preparation.preprocess.encoders import EncoderMismatchError
 from megatron.extras.preparation.preprocess.inputs import read_blocks
 from megatron.extras.preparation.preprocess.sampling import sample_texts
 from megatron.extras.preparation.preprocess.workers import BlockEncoder, EncodingJob
-from megatron.extras.samples.stream.special_tokens import SpecialTokenCounter
-from megatron.tokenizer import build_tokenizer
+from megatron.extras.samples.stream.filters import SpecialTokenCounter
+from megatron.tokenizer.build import build_tokenizer
 
 SCRATCH = ".new-"
 """Prefix of the folders in which shards are written."""

@@ -9,10 +9,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatron.base.errors import ConfigError, DataError
-from megatron.config.url import has_secret, is_url, redact
+from megatron.base.plain_text import has_secret, is_url, redact
 from megatron.extras.preparation.preprocess.input_files import FOLDER_SUFFIXES, expand_inputs
-from megatron.extras.samples.stream.block_cache import BlockCache
-from megatron.extras.samples.stream.remote import RemoteDataFile, RemoteFolder, RemoteStatus
+from megatron.extras.samples.stream.remote import (
+    BlockCache,
+    RemoteDataFile,
+    RemoteFolder,
+    RemoteStatus,
+)
 
 _COPY_BYTES = 1 << 24
 _STEM_BYTES = 100

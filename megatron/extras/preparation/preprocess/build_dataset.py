@@ -19,22 +19,22 @@ from megatron.base.plain_text import print_to_stderr
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import choose_dtype, refuse_existing
 from megatron.data.tokenizer_record import describe_tokenizer, write_record
-from megatron.extras.preparation.preprocess.blocks import BLOCK_BYTES
 from megatron.extras.preparation.preprocess.encoders import EncoderMismatchError, choose_encoder
 from megatron.extras.preparation.preprocess.input_files import expand_inputs, leave_out_output
-from megatron.extras.preparation.preprocess.inputs import read_blocks
+from megatron.extras.preparation.preprocess.inputs import BLOCK_BYTES, read_blocks
 from megatron.extras.preparation.preprocess.journal import (
     Journal,
     PreprocessProgress,
+    ResumableWriter,
     compute_run_fingerprint,
     lock_output,
+    publish,
 )
-from megatron.extras.preparation.preprocess.resumable import ResumableWriter, publish
 from megatron.extras.preparation.preprocess.sampling import sample_texts
 from megatron.extras.preparation.preprocess.texts import BadLine
 from megatron.extras.preparation.preprocess.workers import Encoded, EncodingJob, encode_blocks
-from megatron.extras.samples.stream.special_tokens import SpecialTokenCounter
-from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.extras.samples.stream.filters import SpecialTokenCounter
+from megatron.tokenizer.build import Tokenizer, build_tokenizer
 
 NO_EOD = (
     "note: without --append-eod no token separates the documents, so the model cannot learn where "

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from tokenizers import pre_tokenizers
 
 from megatron.base.errors import MegatronError
-from megatron.extras.interop.convert.awkward_texts import AWKWARD
-from megatron.tokenizer import HFTokenizer, Tokenizer
+from megatron.extras.interop.convert.tokenizer_files import AWKWARD
+from megatron.tokenizer.build import HFTokenizer, Tokenizer
 from megatron.tokenizer.failures import TokenizerError
 
 # GPT-2's pattern with possessive quantifiers, which match the same and need no backtracking.

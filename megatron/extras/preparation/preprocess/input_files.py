@@ -13,8 +13,7 @@ from typing import Any, NoReturn
 
 from megatron.base.errors import ConfigError, DataError
 from megatron.base.outside_file import load_json
-from megatron.base.plain_text import format_count
-from megatron.config.url import is_url, redact
+from megatron.base.plain_text import format_count, is_url, redact
 
 _COMPRESSED = (".gz", ".zst")
 _TABLES = (".parquet", ".arrow")

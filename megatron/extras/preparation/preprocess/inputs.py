@@ -1,7 +1,7 @@
 """Reads the input files in blocks of complete lines or rows.
 
 Invariant: memory holds one block, or one line or record if it is longer than a block. A later run
-can continue where a block ends.
+can continue where a block ends. Rows that an earlier run has read are not decoded again.
 
 A file of plain text is one document. All other files have records with keys. A record is a row of a
 table, an item of a JSON array, or a line of any other file. Files may be compressed as .gz or .zst.
@@ -13,25 +13,71 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import BinaryIO, NoReturn
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
 from megatron.base.errors import DataError
 from megatron.base.outside_file import open_regular
 from megatron.base.plain_text import format_bytes
-from megatron.extras.preparation.preprocess.blocks import (
-    BLOCK_BYTES,
-    InputBlock,
-    PlainText,
-    Position,
-)
 from megatron.extras.preparation.preprocess.input_files import (
     InputFormat,
     find_format,
     is_compressed,
 )
-from megatron.extras.preparation.preprocess.tables import read_arrow_blocks, read_parquet_blocks
+from megatron.extras.samples.stream.table_files import FileTable, open_arrow, open_parquet
+
+BLOCK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Position:
+    """The place at which the next block begins.
+
+    Attributes:
+        file: Number of the input file.
+        offset: Offset in this file, in bytes of the decompressed text or in rows of a table.
+        line: Number of lines, rows or records before this place.
+    """
+
+    file: int = 0
+    offset: int = 0
+    line: int = 0
+
+
+@dataclass(frozen=True)
+class PlainText:
+    """The content of a file that is one document."""
+
+    content: bytes
+
+
+@dataclass(frozen=True)
+class InputBlock:
+    """Complete lines or rows of one file.
+
+    Attributes:
+        path: The file.
+        first_line: Number of the first line, from 1.
+        content: JSON records as bytes, one per line. Or rows as a pyarrow RecordBatch. Or a
+            `PlainText`.
+        end: Where the next block begins.
+        disk_bytes: How far into the file on disk the block reaches.
+    """
+
+    path: str
+    first_line: int
+    content: Any
+    end: Position
+    disk_bytes: int
+
+    @property
+    def lines(self) -> int:
+        """Number of lines or rows."""
+        return self.end.line - self.first_line + 1
+
 
 _SPACE = r"[ \t\r\n]*"
 # It may start with a byte order mark, here with one character for each byte.
@@ -260,10 +306,8 @@ def _read_file_blocks(
 ) -> Iterator[InputBlock]:
     """Yield the blocks of one file with the reader of its format."""
     format = find_format(path)
-    if format is InputFormat.PARQUET:
-        return read_parquet_blocks(path, keys, begin, block_bytes)
-    if format is InputFormat.ARROW:
-        return read_arrow_blocks(path, keys, begin, block_bytes)
+    if format in (InputFormat.PARQUET, InputFormat.ARROW):
+        return _read_table_blocks(path, keys, begin, block_bytes)
     if format is InputFormat.TEXT:
         return _read_text_block(path, keys, begin)
     if is_array_file(path):
@@ -385,3 +429,46 @@ def _read_zstd_pieces(raw: BinaryIO, path: str) -> Iterator[bytes]:
         raise DataError(f"{path} cannot be read: {error}. Fix or leave out the file.") from error
     if not fresh:
         raise DataError(f"{path} is truncated: it ends inside a zstd frame. Copy the file again.")
+
+
+def open_table(path: str) -> AbstractContextManager[FileTable]:
+    """Open a Parquet or an Arrow file."""
+    if find_format(path) is InputFormat.PARQUET:
+        return open_parquet(path)
+    return open_arrow(path)
+
+
+def count_rows(path: str) -> int:
+    """Return the number of rows of a table."""
+    with open_table(path) as table:
+        return table.count_rows()
+
+
+def _read_table_blocks(
+    path: str, keys: Sequence[str], begin: Position, block_bytes: int
+) -> Iterator[InputBlock]:
+    """Yield the rows of a table from a position on, in blocks."""
+    with open_table(path) as table:
+        _check_columns(path, table.schema, keys)
+        for first_row, batch, place in table.read_rows(keys, begin.offset, block_bytes):
+            end = first_row + batch.num_rows
+            yield InputBlock(path, first_row + 1, batch, Position(begin.file, end, end), place)
+
+
+def _check_columns(path: str, schema: Any, keys: Sequence[str]) -> None:
+    """Check that a table has a column of strings, or only of nulls, for each key."""
+    for key in keys:
+        if key not in schema.names:
+            raise DataError(
+                f"{path} has no column {key!r}, only {', '.join(schema.names)}; name others with "
+                "--json-keys."
+            )
+        kind = schema.field(key).type
+        # A dictionary-encoded column holds texts. A list has a value type as well, and holds none.
+        if str(kind).startswith("dictionary"):
+            kind = kind.value_type
+        # A column whose values are all null has a type of its own. Each of its rows is a bad line.
+        if str(kind) not in ("string", "large_string", "string_view", "null"):
+            raise DataError(
+                f"{path}: column {key!r} holds {kind}, not strings; name others with --json-keys."
+            )

@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.base.errors import DataError
-from megatron.base.plain_text import make_plain
-from megatron.config.url import redact
-from megatron.extras.samples.stream.formats import FORMATS
+from megatron.base.plain_text import make_plain, redact
+from megatron.extras.samples.stream.formats import FORMATS, FileGroups, Row
 from megatron.extras.samples.stream.listing import find_files
-from megatron.extras.samples.stream.row_format import FileGroups, FilePath, Row
+from megatron.extras.samples.stream.table_files import FilePath
 
 _SAMPLED_GROUPS = 32
 _SAMPLED_ROWS = 64

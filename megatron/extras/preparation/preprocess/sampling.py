@@ -8,14 +8,19 @@ import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.extras.preparation.preprocess.blocks import InputBlock, Position
 from megatron.extras.preparation.preprocess.input_files import (
     InputFormat,
     find_format,
     is_compressed,
 )
-from megatron.extras.preparation.preprocess.inputs import is_array_file, open_lines, read_blocks
-from megatron.extras.preparation.preprocess.tables import count_rows
+from megatron.extras.preparation.preprocess.inputs import (
+    InputBlock,
+    Position,
+    count_rows,
+    is_array_file,
+    open_lines,
+    read_blocks,
+)
 from megatron.extras.preparation.preprocess.texts import extract_texts
 
 # Spots from the first byte of the inputs to the last one. One text is taken at each.

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.base.outside_file import parse_json
 from megatron.base.plain_text import format_some
-from megatron.extras.preparation.preprocess.blocks import InputBlock, PlainText
+from megatron.extras.preparation.preprocess.inputs import InputBlock, PlainText
 
 # A record may have thousands of keys. A message names this many.
 _NAMED_KEYS = 8

@@ -10,12 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.base.errors import DataError
+from megatron.data.batches import START
 from megatron.data.cache import Arrays, IndexCache
 from megatron.data.documents import DocumentRules
-from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_numpy import check_range
 from megatron.data.indexed import IndexedDataset
-from megatron.data.packing import START
 
 _SHOWN = 5
 """Conversations that a message names."""
@@ -59,7 +58,7 @@ def pack(sizes: NDArray[np.int64], capacity: int, seed: int) -> NDArray[np.int32
     return found
 
 
-class PackedDataset(GPTDataset):
+class PackedDataset:
     """Samples of packed conversations. See the module docstring."""
 
     def __init__(
@@ -215,6 +214,6 @@ class ConversationPacking:
         seed: int,
         num_samples: int,
         cache: IndexCache,
-    ) -> GPTDataset:
+    ) -> PackedDataset:
         """Return the samples. The packing is built if the cache does not have it."""
         return PackedDataset(indexed, documents, seq_length, seed, num_samples, cache)

@@ -22,7 +22,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron.extras.samples.chat.renderer import CLOSE, OPEN
-from megatron.run.start.orphans import die_with_parent
+from megatron.parallel.launcher import die_with_parent
 
 _MEMORY = 3 << 29
 """Bytes that the process may have, 1.5 GiB."""

@@ -23,8 +23,7 @@ from megatron.extras.samples.chat.renderer import (
     RenderTimeoutError,
     TemplateProcess,
 )
-from megatron.tokenizer import HFTokenizer, Tokenizer
-from megatron.tokenizer.build import read_special_token
+from megatron.tokenizer.build import HFTokenizer, Tokenizer, read_special_token
 from megatron.tokenizer.hub import find_tokenizer_folder
 
 Message = Mapping[str, Any]

@@ -2,6 +2,6 @@
 
 `build` builds the sources from the flags. `source` has the samples of a batch, `reader` those of a
 logical shard, `streamed_dataset` the documents, and `shard_order` their order. `filters` leaves
-documents out. `formats` lists the file formats. `records` has what checkpoints record. `remote` and
-`block_cache` read files at URLs.
+documents out. `formats` has the file formats, `table_files` opens Parquet and Arrow, and `remote`
+reads files at URLs.
 """

@@ -12,23 +12,19 @@ from megatron.base.errors import ConfigError, DataError
 from megatron.base.host_limits import allow_open_files
 from megatron.base.plain_text import format_count
 from megatron.config.data import DataConfig
-from megatron.data.blend import normalise
+from megatron.data.blend import normalise, parse_shares
 from megatron.data.content import FileSet
 from megatron.data.phases import find_phase_shares, select_phases
 from megatron.data.registry import DatasetRegistry
-from megatron.data.shares import parse_shares
-from megatron.data.source import Sources
-from megatron.data.source_kind import SourceRequest
+from megatron.data.source import SourceRequest, Sources
 from megatron.data.splits import compute_split_bounds
-from megatron.extras.samples.stream.filters import Filters
-from megatron.extras.samples.stream.formats import FORMATS
+from megatron.extras.samples.stream.filters import Filters, SpecialTokenCounter
+from megatron.extras.samples.stream.formats import FORMATS, Row
 from megatron.extras.samples.stream.listing import Listing, list_dataset
-from megatron.extras.samples.stream.row_format import Row
 from megatron.extras.samples.stream.shard_order import MixturePhase, RowRange
 from megatron.extras.samples.stream.source import StreamSource
-from megatron.extras.samples.stream.special_tokens import SpecialTokenCounter
 from megatron.extras.samples.stream.streamed_dataset import Specials, StreamedDataset
-from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.build import Tokenizer
 
 
 def parse_strip_tokens(data: DataConfig) -> tuple[int, ...]:

@@ -6,14 +6,20 @@ give the same results.
 
 Invariant: what is left out is a function of the documents of one window. A resume reads one window
 again, and so finds the same result.
+
+Special tokens that texts spell are counted, and no document is left out for them.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+
+from megatron.base.plain_text import format_count
+from megatron.tokenizer.build import Tokenizer, list_special_token_ids
 
 NGRAM = 10
 """Tokens of an n-gram in the repetition filter."""
@@ -213,3 +219,29 @@ def _list_flags(counts: FilterCounts) -> str:
     if not parts:
         return ""
     return f" ({', '.join(parts)})"
+
+
+class SpecialTokenCounter:
+    """Finds the special tokens of a tokenizer in texts."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Search for the special tokens of `tokenizer`."""
+        names = {tokenizer.decode([index]) for index in list_special_token_ids(tokenizer)} - {""}
+        # A longer one may begin with a shorter one. Without any, nothing is found.
+        ordered = sorted(names, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+        self._are_tokens = tokenizer.encode(tokenizer.decode([tokenizer.eod])) == [tokenizer.eod]
+
+    def count(self, texts: Iterable[str]) -> int:
+        """Return how many special tokens the texts spell."""
+        return sum(len(self._pattern.findall(text)) for text in texts)
+
+    def describe(self, count: int) -> str:
+        """Return the line of the log about `count` special tokens that texts spell."""
+        found = f"texts spell {format_count(count, 'special token')}"
+        if self._are_tokens:
+            return f"{found}, and each became this token (--special-tokens-in-text)"
+        return (
+            f"{found}, and each is ordinary text. With --special-tokens-in-text, each would be a "
+            "special token"
+        )

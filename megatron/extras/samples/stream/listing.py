@@ -23,17 +23,16 @@ from tqdm import tqdm
 from megatron.base.durable import replace_file_by
 from megatron.base.errors import DataError
 from megatron.base.outside_file import INDEX_BYTES, open_regular
-from megatron.base.plain_text import print_to_stderr
-from megatron.config.url import is_url, redact
+from megatron.base.plain_text import is_url, print_to_stderr, redact
 from megatron.data.content import FileSet
-from megatron.extras.samples.stream.block_cache import BlockCache
-from megatron.extras.samples.stream.formats import FORMATS
+from megatron.extras.samples.stream.formats import FORMATS, FileGroups, Kind
 from megatron.extras.samples.stream.remote import (
+    BlockCache,
     RemoteDataFile,
     RemoteFolder,
     RemoteStatus,
 )
-from megatron.extras.samples.stream.row_format import FileGroups, FilePath, Kind
+from megatron.extras.samples.stream.table_files import FilePath
 
 _THREADS = 16
 _CACHE_VERSION = 2

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from megatron.base.errors import DataError
 from megatron.base.plain_text import format_count
 from megatron.data.batches import Microbatch, compute_sample_positions, split_microbatches
-from megatron.data.position_source import find_kind
-from megatron.data.prefetch import Prefetcher
+from megatron.data.position_source import Prefetcher, find_kind
 from megatron.data.source import BatchSlice
 from megatron.extras.samples.stream.filters import (
     NO_COUNTS,
@@ -31,8 +30,11 @@ from megatron.extras.samples.stream.filters import (
     parse_counts,
 )
 from megatron.extras.samples.stream.listing import Listing
-from megatron.extras.samples.stream.reader import Cursor, OpenShard, Sample, ShardReader
-from megatron.extras.samples.stream.records import (
+from megatron.extras.samples.stream.reader import (
+    Cursor,
+    OpenShard,
+    Sample,
+    ShardReader,
     continue_segments,
     describe_segments,
     find_record,

@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.base.errors import DataError
-from megatron.config.url import redact
+from megatron.base.plain_text import redact
 from megatron.extras.samples.stream.filters import KEPT, Filters
-from megatron.extras.samples.stream.formats import FORMATS
+from megatron.extras.samples.stream.formats import FORMATS, Row
 from megatron.extras.samples.stream.listing import Listing
-from megatron.extras.samples.stream.row_format import FilePath, Row
 from megatron.extras.samples.stream.shard_order import EpochOrder, RowRange, clip_groups
+from megatron.extras.samples.stream.table_files import FilePath
 from megatron.tokenizer.failures import TokenizerError
 
 Encode = Callable[[list[str]], list[NDArray[np.int64]]]

@@ -1,48 +1,22 @@
-"""Parquet and Arrow files as rows.
+"""Parquet and Arrow files as tables, for training, preprocessing and conversations.
 
-The row groups of Parquet are the format's own. A group of an Arrow file has as many record batches
-as hold about 1024 rows. pyarrow is imported in the functions, because it is an optional package.
+pyarrow is imported in the functions, because it is an optional package.
+
+Invariant: no value is used before its offsets were checked, because pyarrow does not check them.
 """
 
 import errno
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-
-import numpy as np
 
 from megatron.base.errors import DataError
 from megatron.base.outside_file import check_regular
 from megatron.extras.samples.stream.remote import RemoteDataFile
-from megatron.extras.samples.stream.row_format import (
-    GROUP_ROWS,
-    NO_IDS,
-    FileGroups,
-    FilePath,
-    Kind,
-    Row,
-)
 
-
-def convert_column(path: FilePath, column: Any, first_row: int, place: str) -> list[Row]:
-    """Return the rows of a pyarrow array. See `check_values` for the arguments and errors."""
-    import pyarrow as pa
-    import pyarrow.compute
-
-    check_values(path, column, first_row, place)
-    if not is_list(column.type):
-        return [NO_IDS if text is None else text for text in column.to_pylist()]
-    lengths = pa.compute.list_value_length(column)
-    sizes = np.asarray(lengths.fill_null(0), np.int64)
-    # `flatten` leaves out values of missing rows and values outside of the slice.
-    values = column.flatten()
-    if values.null_count:
-        raise DataError(f"{path} has a missing value inside a list of token ids. Repair the file.")
-    ids = np.asarray(values)
-    if ids.dtype == np.uint64 and ids.max(initial=0) > np.iinfo(np.int64).max:
-        raise DataError(f"{path} has a token id beyond 64 bits. Repair the file.")
-    ids = ids.astype(np.int64)
-    return list[Row](np.split(ids, np.cumsum(sizes)[:-1]))
+FilePath = str | RemoteDataFile
+"""A local path, or a remote file."""
 
 
 def check_values(path: FilePath, values: Any, first_row: int, place: str) -> None:
@@ -82,42 +56,6 @@ def _is_valid(values: Any) -> bool:
     return True
 
 
-def is_list(kind: Any) -> bool:
-    """Return whether an Arrow type is one of the list types."""
-    import pyarrow as pa
-
-    return bool(
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    )
-
-
-def find_kind(path: FilePath, schema: Any, column: str) -> Kind:
-    """Return what a column holds.
-
-    Raises:
-        DataError: there is no such column, or it holds something else.
-    """
-    import pyarrow as pa
-
-    if column not in schema.names:
-        raise DataError(
-            f"{path} has no column {column!r}, only {', '.join(schema.names)}. Name the column "
-            "with --col-name."
-        )
-    kind = schema.field(column).type
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    # A column whose values are all null has a type of its own.
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind):
-        return "text"
-    if is_list(kind) and pa.types.is_integer(kind.value_type):
-        return "tokens"
-    raise DataError(
-        f"{path}: column {column!r} holds {kind}, neither texts nor lists of integers. Name "
-        "another column with --col-name."
-    )
-
-
 @contextmanager
 def report_damage(path: FilePath, pa: Any, name: str) -> Iterator[None]:
     """Turn errors of pyarrow into a DataError."""
@@ -151,52 +89,113 @@ def import_pyarrow(path: FilePath) -> Any:
     return pyarrow
 
 
-@contextmanager
-def open_parquet(path: FilePath, **options: Any) -> Iterator[Any]:
-    """Open a Parquet file. `options` are passed on to pyarrow."""
-    pa = import_pyarrow(path)
-    import pyarrow.parquet as parquet
+class FileTable:
+    """An open file of rows and columns."""
 
-    with report_damage(path, pa, "Parquet"):
-        if not isinstance(path, RemoteDataFile):
-            check_regular(path)
-        source = path.open() if isinstance(path, RemoteDataFile) else path
-        # Only pages for which the writer has stored a checksum are verified.
-        with parquet.ParquetFile(source, page_checksum_verification=True, **options) as file:
-            yield file
+    def __init__(self, path: FilePath, schema: Any) -> None:
+        """Remember the path, for messages, and the schema of pyarrow."""
+        self.path = path
+        self.schema = schema
+
+    def count_rows(self) -> int:
+        """Return the number of rows."""
+        raise NotImplementedError
+
+    def read_rows(
+        self, columns: Sequence[str], begin: int = 0, block_bytes: int | None = None
+    ) -> Iterator[tuple[int, Any, int]]:
+        """Yield record batches with the rows from `begin` on, counted from 0.
+
+        Row groups before `begin` are not decoded.
+
+        Args:
+            columns: The columns to read.
+            begin: The first row.
+            block_bytes: The approximate size of a batch. The sizes in a file are those of encoded
+                values, and a text that is stored once may be in each row. None gives single rows.
+
+        Yields:
+            The number of the first row, the batch, and how far into the file it reaches, in bytes.
+
+        Raises:
+            DataError: A value is damaged.
+        """
+        for first_row, batch, place in self._divide(list(columns), begin, block_bytes):
+            for column in batch.columns:
+                check_values(self.path, column, first_row + 1, "of the file")
+            yield first_row, batch, place
+
+    def _divide(
+        self, columns: list[str], begin: int, block_bytes: int | None
+    ) -> Iterator[tuple[int, Any, int]]:
+        """Yield what `read_rows` does. The values are not checked."""
+        raise NotImplementedError
 
 
-@contextmanager
-def open_arrow(path: FilePath) -> Iterator["ArrowFile"]:
-    """Open an Arrow file, with a memory map if it is local."""
-    pa = import_pyarrow(path)
-    with report_damage(path, pa, "Arrow"):
-        if isinstance(path, RemoteDataFile):
-            opened = pa.PythonFile(path.open(), "r")
-        else:
-            check_regular(path)
-            opened = pa.memory_map(path)
-        with opened as source:
-            yield ArrowFile(pa, source)
+def _count_rows_of_block(rows: int, size: int, block_bytes: int | None) -> int:
+    """Return the rows of a block, from the average size of a row."""
+    if block_bytes is None:
+        return 1
+    return max(1, rows * block_bytes // max(1, size))
 
 
-class ArrowFile:
+class ParquetTable(FileTable):
+    """An open Parquet file."""
+
+    def __init__(self, path: FilePath, file: Any) -> None:
+        """Use an open `ParquetFile` of pyarrow."""
+        super().__init__(path, file.schema_arrow)
+        self.file = file
+
+    def count_rows(self) -> int:
+        """See `FileTable`."""
+        return int(self.file.metadata.num_rows)
+
+    def _divide(
+        self, columns: list[str], begin: int, block_bytes: int | None
+    ) -> Iterator[tuple[int, Any, int]]:
+        assert isinstance(self.path, str), "a remote file has no size here"
+        disk_bytes = os.stat(self.path).st_size
+        first_row = 0
+        for group in range(self.file.metadata.num_row_groups):
+            row_group = self.file.metadata.row_group(group)
+            rows = _count_rows_of_block(row_group.num_rows, row_group.total_byte_size, block_bytes)
+            next_row = first_row
+            first_row += row_group.num_rows
+            if first_row <= begin:
+                continue
+            for batch in self.file.iter_batches(
+                batch_size=rows,
+                row_groups=[group],
+                columns=columns,
+                use_threads=block_bytes is not None,
+            ):
+                begin_row = next_row
+                next_row += batch.num_rows
+                # Batches may begin at other rows than in an earlier run.
+                passed = max(0, begin - begin_row)
+                if passed < batch.num_rows:
+                    place = disk_bytes * next_row // self.count_rows()
+                    yield begin_row + passed, batch.slice(passed), place
+
+
+class ArrowTable(FileTable):
     """An open Arrow file in one of both formats."""
 
-    def __init__(self, pa: Any, source: Any) -> None:
+    def __init__(self, path: FilePath, pa: Any, source: Any) -> None:
         """Find the format from the first bytes, and read the schema."""
         self._pa = pa
         self._source = source
         self._file = None
         if source.read(6) == b"ARROW1":
             self._file = pa.ipc.open_file(source)
-            self.schema = self._file.schema
+            super().__init__(path, self._file.schema)
             return
         source.seek(0)
-        self.schema = pa.ipc.read_schema(source)
+        super().__init__(path, pa.ipc.read_schema(source))
         self._first = source.tell()
 
-    def measure(self, place: int) -> int:
+    def _measure(self, place: int) -> int:
         """Return how many bytes of the file are before a place that `read_batches` gives."""
         if self._file is None:
             return place
@@ -225,140 +224,47 @@ class ArrowFile:
             batch = self._pa.ipc.read_record_batch(message, self.schema)
             yield place, source.tell(), batch
 
+    def count_rows(self) -> int:
+        """See `FileTable`."""
+        return sum(batch.num_rows for _, _, batch in self.read_batches())
 
-class ArrowFormat:
-    """Arrow IPC files: the file format, and the stream format that Hugging Face datasets writes."""
-
-    suffixes: tuple[str, ...] = (".arrow",)
-
-    def list_groups(self, path: FilePath, column: str) -> FileGroups:
-        """Return groups of record batches. A record batch may hold one row or a million."""
-        kind: Kind
-        with open_arrow(path) as file:
-            kind = "tokens"
-            if not _has_document_batches(file.schema, column):
-                kind = find_kind(path, file.schema, column)
-            groups: list[tuple[int, int, int, int]] = []
-            begin = -1
-            rows = 0
-            tokens = 0
-            for place, next_place, batch in file.read_batches():
-                if rows == 0:
-                    begin = place
-                    tokens = 0 if kind == "tokens" else -1
-                values = _get_rows(batch, column)
-                if kind == "tokens":
-                    check_values(path, values, rows, f"of the group at {begin}")
-                rows += len(values)
-                if kind == "tokens":
-                    # Only the sizes in the batch's header are read, not the ids.
-                    tokens += len(values.flatten())
-                end = next_place
-                if rows >= GROUP_ROWS:
-                    groups.append((begin, end, rows, tokens))
-                    rows = 0
-            if rows:
-                groups.append((begin, end, rows, tokens))
-        return FileGroups.of(kind, groups)
-
-    def describe_columns(self, path: FilePath) -> dict[str, str]:
-        """Return the types of the columns."""
-        with open_arrow(path) as file:
-            return {field.name: str(field.type) for field in file.schema}
-
-    def read_rows(
-        self, path: FilePath, column: str, begin: int, end: int, first_row: int
-    ) -> Iterator[list[Row]]:
-        """Yield the rows of one group. The file is memory-mapped."""
-        with open_arrow(path) as file:
-            row = 0
-            for _, _, batch in file.read_batches(begin, end):
-                values = _get_rows(batch, column)
-                left_out = min(max(0, first_row - row), len(values))
-                row += len(values)
-                # A record batch may be far larger than a group of the other formats.
-                for start in range(left_out, len(values), GROUP_ROWS):
-                    part = values.slice(start, GROUP_ROWS)
-                    first = row - len(values) + start
-                    yield convert_column(path, part, first, f"of the group at {begin}")
+    def _divide(
+        self, columns: list[str], begin: int, block_bytes: int | None
+    ) -> Iterator[tuple[int, Any, int]]:
+        first_row = 0
+        for _, place, complete in self.read_batches():
+            batch = complete.select(columns)
+            # The writer chose the size of the batch, which may be far larger than a block.
+            rows = _count_rows_of_block(batch.num_rows, batch.nbytes, block_bytes)
+            for start in range(max(0, begin - first_row), batch.num_rows, rows):
+                yield first_row + start, batch.slice(start, rows), self._measure(place)
+            first_row += batch.num_rows
 
 
-def _has_document_batches(schema: Any, column: str) -> bool:
-    """Return whether each record batch is a document, and its rows are the token ids.
+@contextmanager
+def open_parquet(path: FilePath, **options: Any) -> Iterator[ParquetTable]:
+    """Open a Parquet file. `options` are passed on to pyarrow."""
+    pa = import_pyarrow(path)
+    import pyarrow.parquet as parquet
 
-    These are the files of fms-fsdp (`ArrowHandler` in its dataset_utils.py). They have no other
-    column. Beside other columns, integers are more likely lengths or numbers of documents.
-    """
-    import pyarrow as pa
-
-    return schema.names == [column] and bool(pa.types.is_integer(schema.field(column).type))
-
-
-def _get_rows(batch: Any, column: str) -> Any:
-    """Return a column of a record batch with one element for each document."""
-    import pyarrow as pa
-
-    values = batch.column(column)
-    if not _has_document_batches(batch.schema, column):
-        return values
-    # One list around the values, which are not copied.
-    return pa.LargeListArray.from_arrays(pa.array([0, len(values)], pa.int64()), values)
+    with report_damage(path, pa, "Parquet"):
+        if not isinstance(path, RemoteDataFile):
+            check_regular(path)
+        source = path.open() if isinstance(path, RemoteDataFile) else path
+        # Only pages for which the writer has stored a checksum are verified.
+        with parquet.ParquetFile(source, page_checksum_verification=True, **options) as file:
+            yield ParquetTable(path, file)
 
 
-# The part of a column that is in memory at once. Without a limit, pyarrow reads the whole column of
-# a row group, which may be hundreds of MB for each logical shard.
-_COLUMN_BUFFER_BYTES = 1 << 20
-
-
-class ParquetFormat:
-    """Parquet files."""
-
-    suffixes: tuple[str, ...] = (".parquet",)
-
-    def list_groups(self, path: FilePath, column: str) -> FileGroups:
-        """Return the row groups, from the footer alone."""
-        with open_parquet(path) as file:
-            kind = find_kind(path, file.schema_arrow, column)
-            groups = []
-            for number in range(file.metadata.num_row_groups):
-                group = file.metadata.row_group(number)
-                tokens = _count_parquet_tokens(group, column) if kind == "tokens" else -1
-                groups.append((number, number + 1, group.num_rows, tokens))
-        return FileGroups.of(kind, groups)
-
-    def describe_columns(self, path: FilePath) -> dict[str, str]:
-        """Return the types that Arrow uses for the columns."""
-        with open_parquet(path) as file:
-            return {field.name: str(field.type) for field in file.schema_arrow}
-
-    def read_rows(
-        self, path: FilePath, column: str, begin: int, end: int, first_row: int
-    ) -> Iterator[list[Row]]:
-        """Yield the rows of one row group. Rows that are left out are decoded, too."""
-        options = {"buffer_size": _COLUMN_BUFFER_BYTES, "pre_buffer": False}
-        with open_parquet(path, **options) as file:
-            row = 0
-            for batch in file.iter_batches(
-                batch_size=GROUP_ROWS, row_groups=[begin], columns=[column], use_threads=False
-            ):
-                left_out = min(max(0, first_row - row), batch.num_rows)
-                row += batch.num_rows
-                if left_out < batch.num_rows:
-                    first = row - batch.num_rows + left_out
-                    values = batch.column(0).slice(left_out)
-                    yield convert_column(path, values, first, f"of row group {begin}")
-
-
-def _count_parquet_tokens(group: Any, column: str) -> int:
-    """Return the number of token ids of a row group from the footer, or -1.
-
-    The footer counts a missing or empty list as one missing value.
-    """
-    for number in range(group.num_columns):
-        chunk = group.column(number)
-        if chunk.path_in_schema.split(".")[0] == column:
-            statistics = chunk.statistics
-            if statistics is None or not statistics.has_null_count:
-                return -1
-            return int(chunk.num_values - statistics.null_count)
-    return -1
+@contextmanager
+def open_arrow(path: FilePath) -> Iterator[ArrowTable]:
+    """Open an Arrow file, with a memory map if it is local."""
+    pa = import_pyarrow(path)
+    with report_damage(path, pa, "Arrow"):
+        if isinstance(path, RemoteDataFile):
+            opened = pa.PythonFile(path.open(), "r")
+        else:
+            check_regular(path)
+            opened = pa.memory_map(path)
+        with opened as source:
+            yield ArrowTable(path, pa, source)

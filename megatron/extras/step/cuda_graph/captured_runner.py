@@ -28,7 +28,7 @@ from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.torch_private import foreach_copy_
-from megatron.plan.graph_choice import find_shortest_recorded, runs_eager_passes
+from megatron.plan.kernel_choice import find_shortest_recorded, runs_eager_passes
 from megatron.plan.run_plan import Plan
 
 _TENSORS = (

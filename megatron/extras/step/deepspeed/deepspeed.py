@@ -64,9 +64,9 @@ from megatron.extras.step.deepspeed.fragments import Fragment
 from megatron.model.gpt import EMBEDDING, INPUT_AND_OUTPUT
 from megatron.model.inputs import Inputs
 from megatron.parallel.collectives import all_gather_single
-from megatron.parallel.layers import ParameterSpec
+from megatron.parallel.parameter_spec import ParameterSpec
+from megatron.parallel.rank_progress import TimeLimit
 from megatron.parallel.shard import ADAM_KINDS, Kind, TensorShard
-from megatron.parallel.time_limit import TimeLimit
 
 _LOGGING_KEYS = ("wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger")
 """Keys of DeepSpeed's JSON that request output in the log."""
@@ -418,7 +418,7 @@ class DeepSpeedEngine(EngineBase):
         for name, parameter in self.stages[0].named_parameters():
             spec = self._specs[name]
             global_name = spec.get_global_name(name)
-            if len(spec.shape) == 1:
+            if not spec.decays:
                 part = "vectors"
             elif global_name.startswith(EMBEDDING):
                 part = "embeddings"

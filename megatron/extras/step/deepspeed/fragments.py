@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron.parallel.layers import ParameterSpec
+from megatron.parallel.parameter_spec import ParameterSpec
 from megatron.parallel.shard import Kind, TensorShard
 
 

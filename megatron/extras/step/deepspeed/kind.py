@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.base.errors import ConfigError
+from megatron.config.table import Absent, Table
 from megatron.config.tree import Config
 from megatron.engine.kind import BuildEngine, EngineKind, FileSettings
 from megatron.extras.interop.translators.deepspeed_json import (
@@ -17,6 +18,16 @@ from megatron.extras.interop.translators.deepspeed_json import (
 )
 from megatron.plan.rules.finding import Finding, Rule, error
 from megatron.plan.run_plan import Plan
+
+OPTIMIZERS = Table(
+    "--optimizer",
+    {"adam": "AdamW"},
+    Absent(
+        "is for the native engine, and DeepSpeed's ZeRO runs AdamW here; use --optimizer adam, or "
+        "remove --deepspeed"
+    ),
+)
+"""Optimizers of DeepSpeed's engine -> their names in its settings."""
 
 
 def check_layout(plan: Plan) -> Iterator[Finding]:
@@ -61,11 +72,10 @@ def check_settings(plan: Plan) -> Iterator[Finding]:
     """Check that DeepSpeed supports the settings of the optimizer, the log and the guard."""
     config = plan.config
     parallel = plan.config.parallel
-    if config.optimizer.optimizer != "adam":
-        yield error(
-            f"--optimizer {config.optimizer.optimizer}: DeepSpeed's ZeRO runs AdamW here; use "
-            "--optimizer adam, or remove --deepspeed"
-        )
+    try:
+        OPTIMIZERS.require(config.optimizer.optimizer)
+    except ConfigError as refused:
+        yield error(str(refused))
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         if getattr(config.optimizer, name) != "fp32":
             yield error(

@@ -16,7 +16,6 @@ from megatron.engine.base import StepResult
 from megatron.engine.layer_statistics import LayerRecorder
 from megatron.engine.native import NativeEngine
 from megatron.engine.optimizer import MasterParameter
-from megatron.extras.step.float8.fixed_weights import FixedWeights, Replaced
 from megatron.extras.step.float8.operand_shares import (
     Float8Recorder,
     Operand,
@@ -25,17 +24,13 @@ from megatron.extras.step.float8.operand_shares import (
 )
 from megatron.extras.step.float8.products import Float8Products, SharedPair
 from megatron.extras.step.float8.recipe import MULTIPLE, Recipe, fits_float8, list_float8_layers
+from megatron.extras.step.float8.rounding import Rounded, round_weight, round_weights_in_place
 from megatron.extras.step.float8.weight_scales import WeightMaxima
 from megatron.model.block import Block
 from megatron.parallel.grid import Grid
-from megatron.parallel.layers import (
-    ColumnParallelLinear,
-    ParameterSpec,
-    Piece,
-    RowParallelLinear,
-    SharedGroupsLinear,
-)
+from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear, SharedGroupsLinear
 from megatron.parallel.mesh import ParallelGroup
+from megatron.parallel.parameter_spec import ParameterSpec, Piece
 
 LIMIT = 0.1
 """A larger share of values that become zero is a warning.
@@ -46,6 +41,50 @@ _GROWTH = 2.0
 """The next warning about the same operand of a layer needs a share that is larger by this."""
 _NAMED = 3
 """The number of layers that a warning names at most."""
+
+
+Replaced = tuple[Float8Products, list[MasterParameter]]
+"""Products whose float8 weights take the place of 16-bit copies, and their masters."""
+
+
+class FixedWeights:
+    """The rounded weights of all layers that replace their 16-bit copies.
+
+    They keep their memory during the run. A CUDA graph reads the memory that it was recorded with,
+    so each step rounds into the same memory.
+    """
+
+    def __init__(self, replaced: Sequence[Replaced], dtype: torch.dtype) -> None:
+        """Create the weights, without memory yet.
+
+        Args:
+            replaced: The products and their masters.
+            dtype: The dtype that a weight is rounded to before float8.
+        """
+        self._replaced = replaced
+        self._dtype = dtype
+        self._rounded: list[tuple[Rounded, Rounded]] = []
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Round the masters, and give the products the result."""
+        weights = [
+            (master.weight.data, scale.get_largest(), scale.get_largest_of_all())
+            for products, masters in self._replaced
+            for scale, master in zip(products.scales, masters, strict=True)
+        ]
+        # The first time, each weight gets its memory.
+        if self._rounded:
+            round_weights_in_place(weights, self._rounded, self._dtype)
+        else:
+            self._rounded = [round_weight(*each, self._dtype) for each in weights]
+        numbers = iter(self._rounded)
+        for products, masters in self._replaced:
+            products.use_weights([next(numbers) for _ in masters])
+
+    def free(self) -> None:
+        """Free the memory, if there is some."""
+        self._rounded = []
 
 
 class Float8Watch:

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron.parallel.operators import make_operator
+from megatron.parallel.torch_private import make_operator
 
 _LOGGERS = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
 _levels = [logger.level for logger in _LOGGERS]

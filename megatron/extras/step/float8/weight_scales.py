@@ -18,8 +18,8 @@ from megatron.extras.step.float8.rounding import (
     find_all_largest,
     round_to_float8,
 )
-from megatron.parallel.layers import Piece
 from megatron.parallel.mesh import CommTimer
+from megatron.parallel.parameter_spec import Piece
 
 
 @dataclass(frozen=True)

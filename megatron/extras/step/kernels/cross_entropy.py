@@ -10,7 +10,7 @@ and the gradient is rounded once.
 import torch
 from torch import Tensor
 
-from megatron.parallel.operators import make_operator
+from megatron.parallel.torch_private import make_operator
 
 
 @make_operator("reduce_logits")

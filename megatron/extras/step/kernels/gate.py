@@ -6,13 +6,16 @@ pass. The square of ReLU takes two kernels forward and four backward, which move
 of 5.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.config.model import GLU
-from megatron.parallel.operators import make_operator
+from megatron.config.table import Absent, Table
+from megatron.parallel.torch_private import make_operator
 
 
 @make_operator("apply_gate")
@@ -104,10 +107,25 @@ torch.library.register_autograd(
 
 
 def square_relu(x: Tensor) -> Tensor:
-    """Return the square of ReLU. See `FusedOperators.square_relu`."""
+    """Return the square of ReLU, [s, b, f/t]."""
     return _square(x)
 
 
 def apply_gate(gate: Tensor, up: Tensor, activation: GLU) -> Tensor:
-    """Return activation(gate) * up. See `ApplyGate`."""
+    """Return activation(gate) * up, each [s, b, f/t]."""
     return _apply(gate, up, activation)
+
+
+ACTIVATION_KERNELS: Table[Callable[..., Tensor]] = Table(
+    "activation",
+    {
+        "squared_relu": square_relu,
+        "swiglu": partial(apply_gate, activation="swiglu"),
+        "geglu": partial(apply_gate, activation="geglu"),
+        "reglu": partial(apply_gate, activation="reglu"),
+        "liglu": partial(apply_gate, activation="liglu"),
+        "clamped_swiglu": Absent("has no kernel: both of its factors are limited"),
+    },
+    otherwise=Absent("has no kernel, so PyTorch's operators compute it"),
+)
+"""Value of --activation or --glu-activation -> its kernel. See `FusedOperators.activations`."""

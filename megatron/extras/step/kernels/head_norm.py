@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron.extras.step.kernels.rotary import rotate, rotate_projection
 from megatron.model.norm import RMSNorm
-from megatron.parallel.operators import make_operator
+from megatron.parallel.torch_private import make_operator
 
 
 @make_operator("normalise_and_rotate")

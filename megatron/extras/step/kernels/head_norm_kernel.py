@@ -9,9 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.extras.step.kernels.residual_norm_kernel import add_parts
+from megatron.extras.step.kernels.rotary_kernel import list_strides, measure, spread
 
-_BLOCK_PAIRS = 1024
-"""Channel pairs of a block of heads."""
 _PROGRAMS = 1024
 """Programs of the backward kernel, each of which has a part of the gradients of the weights."""
 
@@ -290,7 +289,7 @@ def launch_forward(
         eps: Added to the mean of the squares.
     """
     s, b, g, slots, _ = whole.shape
-    sizes, blocks = _measure(whole, cos)
+    sizes, blocks = measure(whole, cos)
     # The forward kernel has no program for values, which stay where they are.
     heads = g * (slots - 1)
     _forward[(s * b, triton.cdiv(heads, blocks["block_heads"]))](
@@ -303,7 +302,7 @@ def launch_forward(
         statistics,
         **(sizes | {"slots": slots - 1}),
         eps=eps,
-        **_list_strides(whole=whole, query=query, key=key[:, :, :, 0], table=_spread(cos, b)),
+        **list_strides(whole=whole, query=query, key=key[:, :, :, 0], table=spread(cos, b)),
         **blocks,
     )
 
@@ -334,13 +333,13 @@ def launch_backward(
     """
     s, b, *_ = whole.shape
     query, key, value = grads
-    sizes, blocks = _measure(whole, cos)
-    strides = _list_strides(
+    sizes, blocks = measure(whole, cos)
+    strides = list_strides(
         whole=whole,
         query=query,
         key=key[:, :, :, 0],
         value=value[:, :, :, 0],
-        table=_spread(cos, b),
+        table=spread(cos, b),
     )
     _backward[(len(parts),)](
         whole,
@@ -360,38 +359,3 @@ def launch_backward(
     )
     # The parts of both weights lie beside each other, so one kernel adds them up.
     add_parts(parts, grad_weights)
-
-
-def _measure(whole: Tensor, cos: Tensor) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the sizes of a projection, and those of a program's blocks."""
-    _, b, g, slots, width = whole.shape
-    half = cos.shape[-1]
-    block_half = triton.next_power_of_2(half)
-    sizes = {
-        "batch": b,
-        "groups": g,
-        "slots": slots,
-        "queries": slots - 2,
-        "width": width,
-        "half": half,
-    }
-    blocks = {
-        "block_heads": min(triton.next_power_of_2(g * slots), max(1, _BLOCK_PAIRS // block_half)),
-        "block_half": block_half,
-        "block_rest": triton.next_power_of_2(width - 2 * half) if width > 2 * half else 0,
-    }
-    return sizes, blocks
-
-
-def _spread(table: Tensor, batch: int) -> Tensor:
-    """Return a table of positions [s, b]. With one sample in it, all samples read the same rows."""
-    return table.expand(-1, batch, -1, -1, -1)[:, :, 0, 0]
-
-
-def _list_strides(**tensors: Tensor) -> dict[str, int]:
-    """Return the strides of tensors without their last dimension, such as whole_s."""
-    return {
-        f"{name}_{axis}": stride
-        for name, tensor in tensors.items()
-        for axis, stride in zip("sbgn", tensor.stride()[:-1], strict=False)
-    }

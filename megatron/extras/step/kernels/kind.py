@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from megatron.base.errors import ConfigError
 from megatron.engine.kind import BuildEngine, EngineKind
 
 if TYPE_CHECKING:
+    from megatron.config.kernels import KernelsConfig
     from megatron.engine.base import Engine
+    from megatron.model.fused_operators import FusedOperators
     from megatron.plan.run_plan import Plan
 
 
@@ -31,19 +35,60 @@ def add_kernels(kind: EngineKind) -> EngineKind:
             Raises:
                 ConfigError: See `choose_operators`.
             """
-            drops = device_type == "cuda" and plan.config.model.has_dropout
+            model = plan.config.model
+            drops = device_type == "cuda" and model.has_dropout
             if plan.config.kernels.fusion_flags or drops:
-                from megatron.extras.step.kernels.operators import choose_operators
-
                 options["operators"] = choose_operators(
-                    plan.config.kernels, device_type, has_dropout=plan.config.model.has_dropout
+                    plan.config.kernels, device_type, has_dropout=model.has_dropout
                 )
+            if model.softmax_type != "vanilla":
+                options["operators"] = add_sinks(options.get("operators"))
             engine: Engine = build(plan, *arguments, **options)
             return engine
 
         return build_with_kernels
 
     return replace(kind, load=load, find_kernel_obstacle=find_kernel_obstacle)
+
+
+def choose_operators(
+    config: KernelsConfig, device_type: str, *, has_dropout: bool = False
+) -> FusedOperators:
+    """Return the kernels that the configuration asks for, if the device can run them.
+
+    A CPU runs them only in Triton's interpreter (TRITON_INTERPRET=1), which is for tests.
+
+    Args:
+        config: The settings of kernels.
+        device_type: "cuda" or "cpu".
+        has_dropout: Whether the model has dropout. On a GPU only a kernel computes its masks.
+
+    Raises:
+        ConfigError: Triton is not installed, or its import fails.
+    """
+    from megatron.model.fused_operators import FusedOperators
+
+    if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return FusedOperators()
+    if obstacle := find_kernel_obstacle("cuda"):
+        if has_dropout:
+            raise ConfigError(
+                f"dropout on a GPU needs a kernel: {obstacle}, or give --hidden-dropout 0 "
+                "--attention-dropout 0"
+            )
+        flags = " ".join(config.fusion_flags)
+        raise ConfigError(f"{flags}: {obstacle}, or leave the flag out")
+    from megatron.extras.step.kernels.operators import build_operators
+
+    return build_operators(config, has_dropout=has_dropout)
+
+
+def add_sinks(operators: FusedOperators | None = None) -> FusedOperators:
+    """Return kernels with those of attention sinks, which are PyTorch's and need no Triton."""
+    from megatron.extras.step.kernels.sinks import SinkKernels
+    from megatron.model.fused_operators import FusedOperators
+
+    return replace(operators or FusedOperators(), sinks=SinkKernels())
 
 
 def find_kernel_obstacle(device_type: str) -> str:

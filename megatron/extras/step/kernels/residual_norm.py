@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.model.norm import LayerNorm, RMSNorm
-from megatron.parallel.operators import make_operator
+from megatron.config.table import Absent, Table
+from megatron.model.norm import Norm
+from megatron.parallel.torch_private import make_operator
 
 
 @make_operator("add_and_normalise")
@@ -136,18 +137,23 @@ class _AddAndNormalise(torch.autograd.Function):
         return grad, of_branch, vectors[0], of_bias, None, None
 
 
-def add_and_normalise(
-    x: Tensor, branch: Tensor | None, norm: LayerNorm | RMSNorm
-) -> tuple[Tensor, Tensor]:
+NORM_KERNELS = Table(
+    "--normalization",
+    {"LayerNorm": True, "RMSNorm": False},
+    otherwise=Absent("has no kernel, so PyTorch's operators compute it"),
+)
+"""Value of --normalization -> whether the kernel subtracts the mean."""
+
+
+def add_and_normalise(x: Tensor, branch: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
     """Return x + branch and its norm. See `AddAndNormalise`.
 
-    A residual stream in fp32 has weights of another dtype. PyTorch's operators compute it, and what
-    torch.compile traces.
+    A residual stream in fp32 has weights of another dtype. PyTorch's operators compute it, a norm
+    without a kernel, and what torch.compile traces.
     """
-    if x.dtype != norm.weight.dtype or torch.compiler.is_compiling():
+    centred = NORM_KERNELS.get(norm.name)
+    if centred is None or x.dtype != norm.weight.dtype or torch.compiler.is_compiling():
         total = x if branch is None else x + branch
         return total, norm(total)
-    centred = isinstance(norm, LayerNorm)
-    bias = norm.bias if isinstance(norm, LayerNorm) else None
-    total, out = _AddAndNormalise.apply(x, branch, norm.weight, bias, norm.eps, centred)
+    total, out = _AddAndNormalise.apply(x, branch, norm.weight, norm.bias, norm.eps, centred)
     return total, out

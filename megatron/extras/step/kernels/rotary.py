@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.parallel.operators import make_operator
+from megatron.parallel.torch_private import make_operator
 
 
 @make_operator("rotate_heads")

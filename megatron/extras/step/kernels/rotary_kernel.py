@@ -129,43 +129,59 @@ def launch(whole: Tensor, parts: Sequence[Tensor], cos: Tensor, sin: Tensor, *, 
     query = parts[0]
     # With one part, no head belongs to a key or a value.
     key, value = parts[1:] or (query, query)
-    s, b, g, slots, width = whole.shape
-    half = cos.shape[-1]
-    block_half = triton.next_power_of_2(half)
-    block_heads = min(triton.next_power_of_2(g * slots), max(1, _BLOCK_PAIRS // block_half))
-    block_rest = 0
-    if width > 2 * half:
-        block_rest = triton.next_power_of_2(width - 2 * half)
-    # With one sample in the tables, all samples read the same rows.
-    table = cos.expand(-1, b, -1, -1, -1)
-    strided = (
-        ("whole", whole, "sbgn"),
-        ("query", query, "sbgn"),
-        ("key", key, "sbg"),
-        ("value", value, "sbg"),
-        ("table", table, "sb"),
+    s, b, g, slots, _ = whole.shape
+    sizes, blocks = measure(whole, cos)
+    strides = list_strides(
+        whole=whole,
+        query=query,
+        key=key[:, :, :, 0],
+        value=value[:, :, :, 0],
+        table=spread(cos, b),
     )
-    strides = {
-        f"{name}_{axis}": tensor.stride(dim)
-        for name, tensor, axes in strided
-        for dim, axis in enumerate(axes)
-    }
-    _move[(s * b, triton.cdiv(g * slots, block_heads))](
+    _move[(s * b, triton.cdiv(g * slots, blocks["block_heads"]))](
         whole,
         query,
         key,
         value,
         cos,
         sin,
-        batch=b,
-        groups=g,
-        slots=slots,
-        queries=query.shape[3],
-        width=width,
-        half=half,
+        **(sizes | {"queries": query.shape[3]}),
         **strides,
         join=join,
-        block_heads=block_heads,
-        block_half=block_half,
-        block_rest=block_rest,
+        **blocks,
     )
+
+
+def measure(whole: Tensor, cos: Tensor) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the sizes of a projection, and those of a program's blocks."""
+    _, b, g, slots, width = whole.shape
+    half = cos.shape[-1]
+    block_half = triton.next_power_of_2(half)
+    sizes = {
+        "batch": b,
+        "groups": g,
+        "slots": slots,
+        "queries": slots - 2,
+        "width": width,
+        "half": half,
+    }
+    blocks = {
+        "block_heads": min(triton.next_power_of_2(g * slots), max(1, _BLOCK_PAIRS // block_half)),
+        "block_half": block_half,
+        "block_rest": triton.next_power_of_2(width - 2 * half) if width > 2 * half else 0,
+    }
+    return sizes, blocks
+
+
+def spread(table: Tensor, batch: int) -> Tensor:
+    """Return a table of positions [s, b]. With one sample in it, all samples read the same rows."""
+    return table.expand(-1, batch, -1, -1, -1)[:, :, 0, 0]
+
+
+def list_strides(**tensors: Tensor) -> dict[str, int]:
+    """Return the strides of tensors without their last dimension, such as whole_s."""
+    return {
+        f"{name}_{axis}": stride
+        for name, tensor in tensors.items()
+        for axis, stride in zip("sbgn", tensor.stride()[:-1], strict=False)
+    }

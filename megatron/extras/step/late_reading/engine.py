@@ -17,6 +17,7 @@ from megatron.data.batches import Microbatch
 from megatron.engine.base import StepResult, UpdateSettings, Vote
 from megatron.engine.native import NativeEngine
 from megatron.engine.optimizer import AdamW
+from megatron.extras.step.late_reading.kind import find_obstacle
 
 
 class LateEngine(NativeEngine):
@@ -24,18 +25,19 @@ class LateEngine(NativeEngine):
 
     def _build(self) -> None:
         super()._build()
-        # Muon, AdEMAMix and apex cannot leave a step out on the device. The bias of routers is
-        # updated by the host. The norm of the weights is that of the last step, and a run by time
-        # may end after each step.
-        self.reads_late = (
-            isinstance(self._optimizer, AdamW)
-            and not self._optimizer.is_apex
-            and not self._plan.shape.expert_layers
-            and not self._plan.config.logging.log_params_norm
-            and self._plan.train_seconds is None
-        )
+        self._obstacle = find_obstacle(self._plan)
+        if isinstance(self._optimizer, AdamW) and self._optimizer.is_apex:
+            self._obstacle = "apex cannot leave out a step on the device"
+        self.reads_late = self._obstacle is None
         self._next_scale: Tensor | None = None
         """Loss scale after a step that was not read yet, in fp64. None: the host knows it."""
+
+    def describe_choices(self) -> list[tuple[str, str, str]]:
+        """Return the rows of the table printed at start. See `Engine.describe_choices`."""
+        how = "before its update", self._obstacle or ""
+        if self.reads_late:
+            how = "late", "the device decides on the update; --no-late-reading turns this off"
+        return [*super().describe_choices(), ("loss and norm of a step", *how)]
 
     def queue_batch(
         self,

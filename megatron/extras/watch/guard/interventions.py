@@ -269,7 +269,6 @@ def finish_interrupted_rollback(config: Config, ranks: Ranks, log: Callable[[str
     if not config.checkpoint.resumes_itself or config.batch.eval_only:
         return False
     root = Path(str(config.checkpoint.save_folder))
-    address = find_address(str(config.checkpoint.save))
 
     def finish() -> bool:
         try:
@@ -283,6 +282,7 @@ def finish_interrupted_rollback(config: Config, ranks: Ranks, log: Callable[[str
                     f"{record['iteration']} to go back to global_step{record['to']}; that rollback "
                     "is completed now"
                 )
+                address = find_address(str(config.checkpoint.save))
                 if address is None:
                     roll_back(root, _read_request(record), log)
                 else:

@@ -32,7 +32,7 @@ from collections import deque
 from statistics import median
 from typing import Any
 
-from megatron.run.divergence import compute_high_loss
+from megatron.run.state import compute_high_loss
 
 _MAD_TO_SIGMA = 1.4826
 """Standard deviation / median absolute deviation, of a normal distribution."""

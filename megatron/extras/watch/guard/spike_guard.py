@@ -21,7 +21,7 @@ from typing import Any
 from megatron.config.spike_guard import SpikeGuardConfig
 from megatron.engine.base import StepOutcome, StepResult
 from megatron.extras.watch.guard.spike_estimator import SpikeEstimator
-from megatron.run.divergence import compute_high_loss
+from megatron.run.state import compute_high_loss
 
 
 class Response(Enum):

@@ -68,9 +68,6 @@ class SpikeGuardKind(GuardKind):
 
     def build(self, plan: Plan, state: TrainState, mesh: Mesh, log: Callable[[str], None]) -> Guard:
         """See `GuardKind`."""
-        # An evaluation has no steps to judge.
-        if not plan.config.guard.is_on or plan.config.batch.eval_only:
-            return Guard()
         return RunGuard(plan, state, mesh, log)
 
     def roll_back(

@@ -1,43 +1,34 @@
-"""Record digests of what a rank computes in a pass, before other ranks can see it.
+"""Record digests of what a rank computes in a pass, and find the rank that began to differ.
 
 A `Pass` has an entry for each collective and message, for the output of each block, for the
 gradient of each output, and for each gradient of a parameter. The digest of a collective is that of
 this rank's input. After a collective, an error of one rank is on all of them.
+
+An error spreads with collectives and messages, so many ranks differ at the end. The entries of the
+ranks are ordered by dependence: an entry depends on all earlier ones of its rank, and on what the
+other members of earlier collectives have sent. The first entry that differs depends on none that
+differs.
+
+The invariant: only the order of the entries within a rank and within a group counts. Clocks and
+counters of different ranks are not compared.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from megatron.engine.invariants import compute_checksum
+from megatron.extras.watch.operator_mode import CollectiveCall, OperatorMode
 from megatron.model.gpt import GPT
 
-_INPUTS = {
-    "allreduce_": 0,
-    "allreduce_coalesced_": 0,
-    "reduce_": 0,
-    "broadcast_": 0,
-    "send": 0,
-    "allgather_": 1,
-    "allgather_into_tensor_coalesced_": 1,
-    "_allgather_base_": 1,
-    "reduce_scatter_": 1,
-    "reduce_scatter_tensor_coalesced_": 1,
-    "_reduce_scatter_base_": 1,
-    "alltoall_": 1,
-    "alltoall_base_": 1,
-    "gather_": 1,
-    "scatter_": 1,
-}
-"""Operator of torch's namespace c10d -> the number of the argument with this rank's input."""
-_RECEIVE = "recv_"
 _SLICE = 1 << 22
 """Elements whose projections are computed at a time."""
 MEASURES = 4
@@ -203,57 +194,116 @@ def _create_masks_without_modes(stages: Sequence[GPT]) -> Iterator[None]:
         bias.causal_lower_right = create
 
 
-class _CollectiveMode(TorchDispatchMode):
-    """Adds each collective and message to a recorder before it is started.
-
-    torch compiles nothing within such a mode, so compiled blocks run uncompiled.
-    """
+class _CollectiveMode(OperatorMode):
+    """Adds each collective and message to a recorder before it is started."""
 
     def __init__(self, recorder: PassRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Everything that ranks send goes through this namespace, FSDP2's and a pipeline's too.
-        if func.namespace == "c10d":
-            self._add(func.__name__.partition(".")[0], args)
-        return func(*args, **(kwargs or {}))
-
-    def _add(self, operator: str, args: Sequence[Any]) -> None:
-        if operator not in _INPUTS and operator != _RECEIVE:
+    def see_collective(self, call: CollectiveCall) -> None:
+        """Add the call, except one without numbers of the model."""
+        group = call.group
+        if call.kind == "barrier" or group is None:
             return
-        is_message = operator in ("send", _RECEIVE)
+        is_message = call.kind in ("send", "receive")
         # torch's stages exchange an integer in the first pass of a new schedule only.
-        if is_message and not args[0][0].is_floating_point():
+        if is_message and not call.tensors[0].is_floating_point():
             return
-        group = next(
-            dist.ProcessGroup.unbox(each)
-            for each in args
-            if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type())
-        )
-        sent: list[Tensor] = []
-        if operator != _RECEIVE:
-            sent = _list_tensors(args[_INPUTS[operator]])
-        link = f"{group.group_name} of {_name_ranks(group)}"
-        receives = True
+        # The name is the same on the group's ranks, and on no others.
+        link = f"{call.group_name} of {'-'.join(map(str, dist.get_process_group_ranks(group)))}"
         if is_message:
-            # The peer is the number of a rank in the group.
-            ends = (group.rank(), args[2]) if operator == "send" else (args[2], group.rank())
+            ends = [group.rank(), call.peer]
+            if call.kind == "receive":
+                ends.reverse()
             link += f" from {ends[0]} to {ends[1]}"
-            receives = operator == _RECEIVE
-        elif operator == "broadcast_" and args[2] != group.rank():
-            # The tensor is filled by the message.
-            sent = []
-        self._recorder.add_link(operator.strip("_"), link, sent, receives=receives)
+        self._recorder.add_link(
+            call.operator.strip("_"), link, call.sent, receives=call.kind != "send"
+        )
 
 
-def _name_ranks(group: dist.ProcessGroup) -> str:
-    """Return a name of a group that is the same on its ranks and on no others."""
-    return "-".join(map(str, dist.get_process_group_ranks(group)))
+@dataclass(frozen=True)
+class RankDifference:
+    """How the passes of one rank differ."""
+
+    label: str
+    """Where its first difference is."""
+    received: dict[str, int]
+    """Link -> how many messages of it have arrived before the first difference."""
+    wrong: dict[str, int]
+    """Link -> the index, from 0, of this rank's first message whose values differ."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return asdict(self)
 
 
-def _list_tensors(value: Any) -> list[Tensor]:
-    """Return the tensors of nested lists."""
-    if isinstance(value, Tensor):
-        return [value]
-    return [tensor for each in value for tensor in _list_tensors(each)]
+def describe_difference(entries: Sequence[Entry], differs: Sequence[bool]) -> RankDifference | None:
+    """Return the difference of this rank, or None if no entry differs."""
+    order = sort_messages(entries)
+    first = next((number for number in order if differs[number]), None)
+    if first is None:
+        return None
+    received: Counter[str] = Counter()
+    passed: Counter[str] = Counter()
+    wrong: dict[str, int] = {}
+    # Messages are counted to the end, because an error spreads with those after the first
+    # difference.
+    is_before = True
+    for number in order:
+        is_before = is_before and number != first
+        link = entries[number].link
+        if not link:
+            continue
+        if differs[number]:
+            wrong.setdefault(link, passed[link])
+        passed[link] += 1
+        if is_before and entries[number].receives:
+            received[link] = passed[link]
+    return RankDifference(entries[first].label, dict(received), wrong)
+
+
+def sort_messages(entries: Sequence[Entry]) -> list[int]:
+    """Return the indices of the entries, with sends before the receives of the same batch.
+
+    A schedule starts a send and a receive together. What it sends was computed before.
+    """
+    order: list[int] = []
+    waiting: list[int] = []
+    for number, entry in enumerate(entries):
+        if entry.receives and not entry.sends:
+            waiting.append(number)
+            continue
+        # Anything but a send may depend on what was received.
+        if not (entry.link and entry.sends and not entry.receives):
+            order += waiting
+            waiting = []
+        order.append(number)
+    return order + waiting
+
+
+def find_first_ranks(differences: Sequence[RankDifference | None]) -> list[int]:
+    """Return the ranks whose first difference depends on no difference of another rank.
+
+    Args:
+        differences: The difference of each rank, or None if its passes agree.
+    """
+    # Link -> the ranks that sent wrong numbers over it, each with the index of the first message.
+    senders: dict[str, list[tuple[int, int]]] = {}
+    for rank, difference in enumerate(differences):
+        if difference is not None:
+            for link, number in difference.wrong.items():
+                senders.setdefault(link, []).append((rank, number))
+    first = []
+    for rank, difference in enumerate(differences):
+        if difference is None:
+            continue
+        # A message with an index below the count had arrived before the first difference.
+        caused = any(
+            sender != rank and number < count
+            for link, count in difference.received.items()
+            for sender, number in senders.get(link, ())
+        )
+        if not caused:
+            first.append(rank)
+    return first

@@ -25,12 +25,13 @@ from megatron.data.batches import Microbatch
 from megatron.engine.base import Engine
 from megatron.engine.native import NativeEngine
 from megatron.extras.step.cuda_graph.captured_runner import CapturedRunner
-from megatron.extras.watch.replay.first_difference import (
+from megatron.extras.watch.replay.recorder import (
+    Pass,
+    PassRecorder,
     RankDifference,
     describe_difference,
     find_first_ranks,
 )
-from megatron.extras.watch.replay.recorder import Pass, PassRecorder
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.messages import gather_json
 from megatron.run.parts import Printer, Replay

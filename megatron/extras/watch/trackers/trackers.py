@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megatron.plan.rules.finding import Finding, error
 
 if TYPE_CHECKING:
-    from megatron.config.config_with_origin import ConfigWithOrigin
+    from megatron.config.fields import ConfigWithOrigin
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from megatron.parallel.rank_state import RankState
+from megatron.parallel.rank_progress import RankState
 from megatron.parallel.roll_call import find_rare
 
 _SHOWN = 8

@@ -1,0 +1,332 @@
+"""The parts of a layer by name: activations, norms, and kinds of attention and of MLP.
+
+A row has what follows from the name: the parameters in the complete model, FLOPs, what the backward
+pass keeps, and which flags have an effect. Modules are built from the same specs, by tables of the
+same names in `mlp.py`, `norm.py` and `block.py`. This module imports no torch, so sizes are known
+before a run starts. Only products of matrices count as FLOPs.
+
+h: hidden size, q: width of all queries, d: width of a head, f: inner width of the MLP.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import assert_never
+
+from megatron.config.model import ModelConfig
+from megatron.config.table import Table
+from megatron.model.shape import LayerDescription, ModelShape
+from megatron.parallel.parameter_spec import (
+    Init,
+    ParameterSpec,
+    Piece,
+    Specs,
+    make_linear_specs,
+    make_matrix_spec,
+    make_vector_spec,
+)
+
+
+@dataclass(frozen=True)
+class ActivationRow:
+    """What a value of --activation or --glu-activation means."""
+
+    kept_values: int
+    """Values that the backward pass of PyTorch's operators keeps for each inner channel of a token,
+    beside the input of the MLP. They have the dtype of the computation."""
+    kept_bytes: int = 0
+    """Bytes that it keeps beside them."""
+    gated: bool = False
+    """Whether the activation of one matrix's output multiplies that of another matrix."""
+    has_kernel: bool = True
+    """Whether `FusedOperators` may have a kernel of it."""
+    has_two_forms: bool = False
+    """Whether --bias-gelu-fusion has an effect."""
+    parameters: Mapping[str, ParameterSpec] = field(default_factory=dict)
+    """Weights of its own in each layer. All ranks have them, and experts have none."""
+
+
+ACTIVATIONS = Table(
+    "activation",
+    {
+        # The input and the result, or the results of ReLU and of the square.
+        "gelu": ActivationRow(2, has_kernel=False, has_two_forms=True),
+        "squared_relu": ActivationRow(2),
+        # The result. In fp32: the input, its square, the clamped exponential and a difference. And
+        # a condition of one byte.
+        "xielu": ActivationRow(
+            1,
+            kept_bytes=17,
+            has_kernel=False,
+            parameters={
+                "alpha_p": make_vector_spec(1, Init.XIELU_P),
+                "alpha_n": make_vector_spec(1, Init.XIELU_N),
+            },
+        ),
+        # The gate, its activation, the other factor and their product. ReLU keeps only its result,
+        # and no activation keeps nothing.
+        "swiglu": ActivationRow(4, gated=True),
+        "geglu": ActivationRow(4, gated=True),
+        "reglu": ActivationRow(3, gated=True),
+        "liglu": ActivationRow(3, gated=True),
+        # Limits keep their inputs too.
+        "clamped_swiglu": ActivationRow(7, gated=True, has_kernel=False),
+    },
+)
+"""Value of --activation or --glu-activation -> its meaning."""
+
+
+def get_activation(config: ModelConfig) -> ActivationRow:
+    """Return the row of the model's activation."""
+    return ACTIVATIONS.require(config.activation_name)
+
+
+def _list_weight(size: int) -> Specs:
+    return {"weight": make_vector_spec(size, Init.ONE)}
+
+
+def _list_weight_and_bias(size: int) -> Specs:
+    return _list_weight(size) | {"bias": make_vector_spec(size, Init.ZERO)}
+
+
+@dataclass(frozen=True)
+class NormRow:
+    """What a value of --normalization means."""
+
+    list_parameters: Callable[[int], Specs]
+    """Returns the parameters of a norm over this many channels. --no-norm-bias removes "bias"."""
+    statistics: int
+    """Numbers in fp32 that the backward pass keeps for each token."""
+    spans_heads: bool = False
+    """Whether there is a form over the channels of all heads, for --qk-norm full."""
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether --no-norm-bias has an effect."""
+        return "bias" in self.list_parameters(1)
+
+
+NORMS = Table(
+    "--normalization",
+    {
+        "LayerNorm": NormRow(_list_weight_and_bias, statistics=2),
+        "RMSNorm": NormRow(_list_weight, statistics=1, spans_heads=True),
+    },
+)
+"""Value of --normalization -> its meaning."""
+
+
+def list_norm_parameters(config: ModelConfig, size: int) -> Specs:
+    """Return the parameters of the model's norm over this many channels."""
+    specs = NORMS.require(config.normalization).list_parameters(size)
+    if not config.norm_bias:
+        specs.pop("bias", None)
+    return specs
+
+
+@dataclass(frozen=True)
+class SoftmaxRow:
+    """What a value of --softmax-type means. `sinks.py` has the functions."""
+
+    has_sink: bool = False
+    """Whether each head has one more logit, without a value. It is 0 if it is no parameter."""
+    list_parameters: Callable[[int], Specs] = lambda heads: {}
+    """Returns the parameters of a layer with this many heads."""
+
+
+def _list_sink(heads: int) -> Specs:
+    return {"sink": make_vector_spec(heads, Init.VECTOR, shard_dim=0)}
+
+
+SOFTMAXES = Table(
+    "--softmax-type",
+    {
+        "vanilla": SoftmaxRow(),
+        "off-by-one": SoftmaxRow(has_sink=True),
+        "learnable": SoftmaxRow(has_sink=True, list_parameters=_list_sink),
+    },
+)
+"""Value of --softmax-type -> its meaning."""
+
+
+def _list_query_key_norms(shape: ModelShape) -> Specs:
+    """Return the parameters of the norms that `--qk-norm` names."""
+    config = shape.config
+    specs: Specs = {}
+    for name, heads in (("q_norm", config.num_attention_heads), ("k_norm", shape.query_groups)):
+        match config.qk_norm:
+            case None:
+                own: Specs = {}
+            case "full":
+                own = {"weight": make_vector_spec(heads * shape.head_dim, Init.ONE, shard_dim=0)}
+            case "head":
+                own = list_norm_parameters(config, shape.head_dim)
+            case _:
+                assert_never(config.qk_norm)
+        specs |= {f"{name}.{leaf}": spec for leaf, spec in own.items()}
+    return specs
+
+
+def _list_shared_groups(shape: ModelShape, tensor_size: int, rank: int) -> Specs:
+    """Return the projection to queries, keys and values if several ranks share a query group.
+
+    A rank has the queries of some heads of one group, and keys and values of all groups.
+    """
+    config = shape.config
+    groups = shape.query_groups
+    group_rows = (config.num_attention_heads // groups + 2) * shape.head_dim
+    own = config.num_attention_heads // tensor_size * shape.head_dim
+    pair = 2 * shape.head_dim
+    group, member = divmod(rank, tensor_size // groups)
+    queries = (Piece(0, group * group_rows + member * own, own),)
+    keys_values = tuple(Piece(i * pair, (i + 1) * group_rows - pair, pair) for i in range(groups))
+    whole = make_linear_specs(
+        "qkv",
+        groups * group_rows,
+        config.hidden_size,
+        Init.NORMAL,
+        bias=shape.has_qkv_bias,
+        shard_dim=0,
+    )
+    specs = {}
+    for name, spec in whole.items():
+        leaf = name.removeprefix("qkv.")
+        specs[name] = replace(spec, rows_of=leaf, pieces=queries)
+        specs[f"qkv.shared_{leaf}"] = replace(
+            spec, rows_of=leaf, pieces=keys_values, shard_dim=None, partial_gradient=True
+        )
+    return specs
+
+
+def _list_dot_product(shape: ModelShape, tensor_size: int, rank: int) -> Specs:
+    config = shape.config
+    q = config.num_attention_heads * shape.head_dim
+    if shape.query_groups < tensor_size:
+        projection = _list_shared_groups(shape, tensor_size, rank)
+    else:
+        # n/g query heads, one key and one value for each group.
+        rows = q + 2 * shape.query_groups * shape.head_dim
+        bias = shape.has_qkv_bias
+        projection = make_linear_specs(
+            "qkv", rows, config.hidden_size, Init.NORMAL, bias=bias, shard_dim=0
+        )
+    bias = shape.has_attention_bias
+    return (
+        projection
+        | _list_query_key_norms(shape)
+        | SOFTMAXES.require(config.softmax_type).list_parameters(config.num_attention_heads)
+        | make_linear_specs(
+            "out", config.hidden_size, q, Init.SCALED_NORMAL, bias=bias, shard_dim=1
+        )
+    )
+
+
+def _count_dot_product(shape: ModelShape) -> int:
+    # The score and the weighted value of a pair cost 2 q each.
+    return 4 * shape.config.num_attention_heads * shape.head_dim
+
+
+@dataclass(frozen=True)
+class AttentionRow:
+    """A kind of attention."""
+
+    list_parameters: Callable[[ModelShape, int, int], Specs]
+    """Returns the parameters of a layer for a number of tensor-parallel ranks and one of them."""
+    count_pair_flops: Callable[[ModelShape], int]
+    """Returns the forward FLOPs for a query and a key that it attends to, over all heads."""
+
+
+ATTENTIONS = Table(
+    "attention",
+    {"dot_product": AttentionRow(_list_dot_product, _count_dot_product)},
+)
+"""Kind of attention -> its meaning. `ModelShape.describe_layer` has the kind of each layer."""
+
+
+def list_mlp_parameters(shape: ModelShape, width: int | None = None) -> Specs:
+    """Return the parameters of an MLP of an inner width. Default: that of the model's MLPs."""
+    h = shape.config.hidden_size
+    f = width or shape.ffn_hidden_size
+    bias = shape.has_mlp_bias
+    activation = get_activation(shape.config)
+    specs = make_linear_specs("up", f, h, Init.NORMAL, bias=bias, shard_dim=0)
+    if activation.gated:
+        specs |= make_linear_specs("gate", f, h, Init.NORMAL, bias=bias, shard_dim=0)
+    specs |= make_linear_specs("down", h, f, Init.SCALED_NORMAL, bias=bias, shard_dim=1)
+    return specs | {f"activation.{name}": spec for name, spec in activation.parameters.items()}
+
+
+def list_expert_parameters(shape: ModelShape) -> Specs:
+    """Return the parameters of all experts of a layer. They are one below the other."""
+    config = shape.config
+    number = config.num_experts or 0
+    specs = {}
+    for name, spec in list_mlp_parameters(shape, shape.expert_width).items():
+        rows, *columns = spec.shape
+        specs[name.removesuffix(".weight").replace(".", "_")] = replace(
+            spec, shape=(number * rows, *columns), shard_dim=None, by_expert=True
+        )
+    return specs
+
+
+def _list_mixture(shape: ModelShape) -> Specs:
+    """Return the parameters of router, experts and shared expert."""
+    config = shape.config
+    number = config.num_experts or 0
+    specs = {"router.weight": make_matrix_spec(number, config.hidden_size, Init.NORMAL)}
+    if shape.has_mlp_bias:
+        specs["router.bias"] = make_vector_spec(number, Init.ZERO)
+    specs |= {f"experts.{name}": spec for name, spec in list_expert_parameters(shape).items()}
+    width = config.moe_shared_expert_intermediate_size
+    if width is not None:
+        shared = list_mlp_parameters(shape, width)
+        specs |= {f"shared.{name}": spec for name, spec in shared.items()}
+        if config.moe_shared_expert_gate:
+            specs["shared_gate"] = make_matrix_spec(1, config.hidden_size, Init.NORMAL)
+    return specs
+
+
+@dataclass(frozen=True)
+class MLPRow:
+    """A kind of MLP."""
+
+    list_parameters: Callable[[ModelShape], Specs]
+    """Returns the parameters of a layer."""
+
+
+MLPS = Table("MLP", {"dense": MLPRow(list_mlp_parameters), "experts": MLPRow(_list_mixture)})
+"""Kind of MLP -> its meaning. `ModelShape.describe_layer` has the kind of each layer."""
+
+
+def list_layer_parameters(
+    shape: ModelShape, layer: LayerDescription, tensor_size: int = 1, rank: int = 0
+) -> Specs:
+    """Return the parameters of a layer by their names inside of it.
+
+    Args:
+        shape: Sizes of the model.
+        layer: The kinds of its parts.
+        tensor_size: Number of tensor-parallel ranks.
+        rank: The tensor-parallel rank.
+    """
+    norms = {
+        "input": ("input_norm", "post_attention_norm"),
+        "output": ("attention_output_norm", "mlp_output_norm"),
+    }[shape.config.norm_placement]
+    parts = {name: list_norm_parameters(shape.config, shape.config.hidden_size) for name in norms}
+    attention = ATTENTIONS.require(layer.attention)
+    parts["attention"] = attention.list_parameters(shape, tensor_size, rank)
+    parts["mlp"] = MLPS.require(layer.mlp).list_parameters(shape)
+    return {f"{part}.{name}": spec for part, own in parts.items() for name, spec in own.items()}
+
+
+def list_unused_fields(config: ModelConfig) -> list[str]:
+    """Return the fields of activations and norms that have no effect in a model."""
+    activation = get_activation(config)
+    unused = []
+    if activation.gated:
+        unused.append("activation")
+    if not activation.has_two_forms:
+        unused.append("bias_gelu_fusion")
+    if not NORMS.require(config.normalization).has_bias:
+        unused.append("norm_bias")
+    return unused
