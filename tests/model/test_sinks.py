@@ -271,3 +271,14 @@ def test_which_inputs_the_kernel_of_gpus_takes() -> None:
     assert not takes(only_window=False)
     assert not takes(dtype=torch.float32)
     assert not takes(shape=(1, 4, 8, 12))
+
+
+def test_the_compiler_traces_a_kernel() -> None:
+    inputs = make_inputs(13, 13, dtype=torch.float32)
+    query, key, value, sink = inputs
+
+    def compute_with_kernel() -> Tensor:
+        return attend(query, key, value, Weighting(None, None, None, sink, KERNELS))
+
+    compiled = torch.compile(compute_with_kernel, backend="aot_eager", fullgraph=True)
+    check(compiled(), compute_with_kernel(), inputs, 1e-6)

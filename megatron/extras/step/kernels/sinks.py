@@ -75,6 +75,12 @@ def run_with_sink(
     return out
 
 
+# torch's compiler cannot trace this call.
+@torch.compiler.assume_constant_result
+def _allows_flash() -> bool:
+    return bool(torch.backends.cuda.flash_sdp_enabled())
+
+
 def has_sink_kernel(query: Tensor, *, only_window: bool) -> bool:
     """Return whether a fused kernel computes attention with a sink.
 
@@ -85,7 +91,7 @@ def has_sink_kernel(query: Tensor, *, only_window: bool) -> bool:
         only_window: Whether the bias has nothing but the causal mask and a window.
     """
     # --attention-backend may turn off the kernels of both. See `use_attention_kernels`.
-    if not torch.backends.cuda.flash_sdp_enabled():
+    if not _allows_flash():
         return False
     if not query.is_cuda:
         return True
