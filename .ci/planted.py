@@ -39,6 +39,9 @@ RESULTS = Path("tests/planted/results.csv")
 MOST_TESTS = 40
 """How many tests that execute a line are kept, the cheapest ones."""
 
+MOST_SECONDS = 60
+"""How long a test with an error may take."""
+
 SHORTEST_SECONDS = 0.1
 """What a test counts that has no row of its own in the record of times."""
 
@@ -235,7 +238,8 @@ def _find(error: PlantedError, tests: Sequence[str]) -> str | None:
     """Return the test that finds an error, or None."""
     with copy_tree() as root:
         (root / error.file).write_text(plant(error, root))
-        code, output = run_pytest(root, ["-x", "--tb=no", *tests])
+        # An error may make a loop endless. Then the test that ends it has found it.
+        code, output = run_pytest(root, ["-x", "--tb=no", f"--timeout={MOST_SECONDS}", *tests])
         for line in output.splitlines():
             if line.startswith(("FAILED ", "ERROR ")):
                 return line.split(" - ")[0].split(" ", 1)[1]
