@@ -243,8 +243,10 @@ def _find(error: PlantedError, tests: Sequence[str]) -> str | None:
         for line in output.splitlines():
             if line.startswith(("FAILED ", "ERROR ")):
                 return line.split(" - ")[0].split(" ", 1)[1]
+        if code == 4:
+            raise SystemExit(f"a test is gone; run `record` again: {output[-300:]}")
         if code:
-            # The file could not be collected, so the error does not stay hidden.
+            # A file could not be collected, so the error does not stay hidden.
             return f"pytest ends with {code}"
     return None
 
