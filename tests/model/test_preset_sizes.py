@@ -359,3 +359,13 @@ def test_preset_has_the_published_active_parameters(name: str, active: int, bill
     found = count_active_parameters(build_preset_shape(read_preset(name)))
     assert found == active
     assert found / 1e9 == pytest.approx(billions, abs=0.04 if billions > 10 else 0.006)
+
+
+@pytest.mark.parametrize(
+    ("name", "active"), [("gpt-oss-20b", 3_608_307_264), ("gpt-oss-120b", 5_132_849_472)]
+)
+def test_gpt_oss_uses_the_published_parameters(name: str, active: int) -> None:
+    """The published number has no embedding."""
+    shape = build_preset_shape(read_preset(name))
+    embedding = shape.padded_vocab_size * shape.config.hidden_size
+    assert count_active_parameters(shape) - embedding == active
