@@ -13,7 +13,7 @@ import contextlib
 import csv
 import os
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ SLOW_SECONDS = 1.0
 BRIEF_SECONDS = 0.1
 """A test that is shorter starts no processes that matter."""
 
-seconds: Counter[str] = Counter()
+seconds: defaultdict[str, float] = defaultdict(float)
 """The time of each test that has run, and that of the shared fixtures of each file."""
 
 

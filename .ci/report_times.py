@@ -4,7 +4,7 @@
 machine lets it report files that have not changed. It fails no run.
 """
 
-from collections import Counter
+from collections import defaultdict
 
 import pytest
 from measure_tests import find_file, read_record
@@ -13,7 +13,7 @@ FACTOR = 2.0
 SHORTEST_SECONDS = 10.0
 """A file that takes less is not reported, as its time may have doubled by chance."""
 
-seconds: Counter[str] = Counter()
+seconds: defaultdict[str, float] = defaultdict(float)
 """The elapsed time of each file that has run."""
 
 
@@ -24,7 +24,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def compare(elapsed: dict[str, float], record: dict[str, float]) -> tuple[list[str], list[str]]:
     """Return the files without a row, and those whose time has doubled."""
-    recorded: Counter[str] = Counter()
+    recorded: defaultdict[str, float] = defaultdict(float)
     for name, value in record.items():
         recorded[find_file(name)] += value
     unknown = sorted(set(elapsed) - set(recorded))

@@ -59,10 +59,17 @@ def find_free_port() -> int:
 def _is_spent() -> bool:
     """Return whether this process must be replaced before the next world.
 
+    torch counts a process group that could not be built. The groups of a later world would then
+    have other names here than on the other ranks, which would wait for this one.
+
     DeepSpeed's ZeRO 3 changes the process permanently: its parameters get running numbers, and
     `linear` is patched. In a later world, this rank would order its gradients and collectives in
     another way than fresh ranks. DeepSpeed also keeps some process groups, whose threads add up.
     """
+    from torch.distributed import distributed_c10d
+
+    if distributed_c10d._world.group_count:
+        return True
     zero_3 = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
     if zero_3 is not None and zero_3.Init.param_id > 0:
         return True

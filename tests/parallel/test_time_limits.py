@@ -99,6 +99,8 @@ def join_with_gpus(backend: str | None, gpu: str) -> str:
         mock.patch.object(torch.cuda, "is_available", return_value=True),
     ):
         rendezvous.start_process_group(backend, 1, torch.device("cuda", 0))
+    # A rank that ends closes its connections, also to those that have not seen them open yet.
+    dist.barrier()
     return str(dist.get_backend())
 
 

@@ -19,13 +19,14 @@ from megatron.base import exit_codes
 from megatron.base.errors import ConfigError
 from megatron.commands.verify import VerifyArguments, main, resolve_command
 from megatron.extras.planner.verify import launching
-from megatron.extras.planner.verify.comparison import count_flips
+from megatron.extras.planner.verify.comparison import compare_records, count_flips
 from megatron.extras.planner.verify.recording import RankRecord, RecordedStep, RoundedOperand
 from megatron.extras.planner.verify.reduction import (
     find_common_size,
     reduce_plan,
     use_own_precision,
 )
+from megatron.extras.planner.verify.reference import ReferenceRun
 from megatron.extras.planner.verify.report import describe_layout
 from megatron.extras.step.float8.recipe import list_float8_layers
 from megatron.parallel.grid import GridCoordinate
@@ -333,6 +334,13 @@ def test_flips_of_float8_are_counted() -> None:
     ranks = [record(*[part] * 2) for part in other.chunk(2, dim=1)]
     assert count_flips(ranks, record(values), 0) == (2, 8)
     assert count_flips([record(values, values)], record(values), 0) == (0, 8)
+
+
+def test_a_launch_without_records_is_compared() -> None:
+    """A rank that is ended after the error of another one writes no record."""
+    flags = f"{MODEL} {ITERATIONS} {TP}".split()
+    plan = resolve_command(VerifyArguments(world_size=2), flags)[0]
+    assert compare_records(plan, ReferenceRun({}), [[]]) == []
 
 
 @pytest.mark.full

@@ -273,8 +273,9 @@ def _compare_parts_of_norm(
 
     The reference's norm has other rounding errors, which hide what small parameters add to it.
     """
-    # A launch may have ended with an error before the first step.
-    if not all(record.steps for record in ranks):
+    # A launch may have ended with an error before the first step. The records of a launch are
+    # missing if a rank was ended before it wrote its own.
+    if not ranks or not all(record.steps for record in ranks):
         return
     steps = [record.steps[0] for record in ranks]
     norm = steps[0].result.grad_norm
