@@ -73,6 +73,8 @@ def check_max_is_refused() -> None:
 
     start_process_group("gloo", 1)
     assert dist.group.WORLD is not None
+    # A rank that ends closes its connections, also to those that have not seen them open yet.
+    dist.barrier()
     with pytest.raises(AssertionError, match="no exchange of terms for"):
         reduce_shards(torch.empty(1), torch.ones(2), dist.group.WORLD, dist.ReduceOp.MAX)
 

@@ -206,6 +206,8 @@ def gather_on_rank_0(values: list) -> list | None:
     from megatron.parallel.rendezvous import start_process_group
 
     start_process_group("gloo", 1)
+    # A rank that ends closes its connections, also to those that have not seen them open yet.
+    dist.barrier()
     return gather_json_on_rank_0(values[dist.get_rank()], dist.group.WORLD)
 
 
