@@ -13,7 +13,7 @@ from megatron.extras.planner.commands.plan_estimates import (
     estimate_layer_input_bytes,
 )
 from megatron.extras.planner.cost.float8 import Linear, Rounding
-from megatron.extras.planner.cost.kernels import estimate_memory_seconds
+from megatron.extras.planner.cost.kernels import Gemm, estimate_memory_seconds
 from megatron.extras.planner.cost.layers import (
     LayerTimes,
     MixtureTimes,
@@ -23,6 +23,7 @@ from megatron.extras.planner.cost.layers import (
 )
 from megatron.extras.planner.cost.layout import TRAINER, Float8, Overhead, RankLayout, Software
 from megatron.extras.planner.cost.memory import ParameterMemory
+from megatron.extras.planner.cost.parameters import count_rows
 from megatron.extras.planner.cost.tensors import Kernel
 from megatron.model import flops
 from megatron.model.partition import Stage
@@ -303,6 +304,9 @@ class OtherSoftware(Software):
     sends_token_once: bool = False
     """Whether a token is sent once to each rank that has experts for it, and not once for each of
     them."""
+    expert_operators: int | None = None
+    """Bytes of memory traffic for an inner element of a gated expert with biases, in operators that
+    other trainers fuse. Each expert has a product of its own then. None: products are grouped."""
     accumulation_bytes: int = 0
     """Bytes of memory traffic that add a parameter's gradient to the sum over microbatches, without
     those of the matrix product."""
@@ -447,6 +451,27 @@ class OtherMixtureTimes(OtherTimes, MixtureTimes):
             size *= ranks / k * (1 - (1 - 1 / ranks) ** k)
         return size
 
+    def _time_products(self, products: list[Gemm]) -> float:
+        if self._software.expert_operators is None:
+            return super()._time_products(products)
+        of_one = [replace(each, batch=1) for each in products]
+        experts = products[0].batch
+        return experts * self._time_gemms(of_one)
+
+    def _estimate_experts(self) -> Passes:
+        both = super()._estimate_experts()
+        if self._software.expert_operators is None:
+            return both
+        received = count_rows(self._shape, self._layout, self._length)[2]
+        traffic = self._software.expert_operators * received * self._shape.expert_width
+        # The forward pass's part is a third, as in `MixtureTimes`.
+        return both + Passes(
+            *(
+                Seconds(pointwise=estimate_memory_seconds(share * traffic, self._hardware))
+                for share in (1 / 3, 2 / 3)
+            )
+        )
+
 
 _MEASURED = Overhead(1.15, 4.5)
 """What BLOOM's runs needed. A rank of a pipeline has up to 7 communicators, each with buffers."""
@@ -517,6 +542,23 @@ OTHERS = {
             hidden_pipeline=True,
             gradient_bytes=2,
             dropout=False,
+            memory=PaperMemory(),
+        ),
+        # Megatron-Bridge on Hopper without virtual stages, which alone overlap messages of a
+        # pipeline. `GroupedLinear` of Transformer Engine calls a product for each expert unless
+        # NVTE_USE_CUTLASS_GROUPED_GEMM is set. Operators of experts, in bytes for an element of
+        # 2 bytes: `TEGroupedMLP._apply_bias` multiplies, adds and concatenates (12, and 12 in the
+        # backward pass); the clamp of the gate copies both halves twice (16, and 12). The recipe
+        # recomputes the activation ("moe_act"), which repeats 16 and the gate's 6.
+        OtherSoftware(
+            "megatron-bridge",
+            times=_TIMES,
+            hidden_tensor=0.7,
+            hidden_data=0.8,
+            contention=0.15,
+            gradient_bytes=2,
+            dropout=False,
+            expert_operators=12 + 12 + 16 + 12 + 16 + 6,
             memory=PaperMemory(),
         ),
         # FSDP gathers the next layer while one computes. torch.compile fuses pointwise kernels.

@@ -545,7 +545,7 @@ def compare_expert_rows(rows: Sequence[dict[str, Any]]) -> list[Compared]:
                 each["model"],
                 layout,
                 each["global_batch"],
-                "megatron-core",
+                "megatron-bridge",
                 each["tokens_per_second_per_gpu"],
             )
     return found
