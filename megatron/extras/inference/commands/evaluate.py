@@ -29,7 +29,8 @@ from megatron.base.outside_file import INDEX_BYTES, load_bytes
 from megatron.base.plain_text import print_line
 from megatron.console.figure import make_figure, save_figure
 from megatron.console.parse import parse_arguments
-from megatron.extras.inference.commands.loaded_model import ModelArguments, load, run_on_ranks
+from megatron.console.run_on_ranks import run_on_ranks
+from megatron.extras.inference.commands.loaded_model import ModelArguments, load
 from megatron.extras.inference.generate.staged_model import StagedModel
 from megatron.extras.inference.scoring.likelihood import Scorer, TextLoss
 from megatron.extras.inference.scoring.tasks import find_tasks, harden_manager, select_metrics

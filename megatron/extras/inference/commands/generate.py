@@ -23,7 +23,8 @@ from megatron.base.outside_file import load_text, parse_json
 from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.config.data import TokenizerConfig
 from megatron.console.parse import parse_arguments
-from megatron.extras.inference.commands.loaded_model import ModelArguments, load, run_on_ranks
+from megatron.console.run_on_ranks import run_on_ranks
+from megatron.extras.inference.commands.loaded_model import ModelArguments, load
 from megatron.extras.inference.generate.generation import (
     CONTEXT_LENGTH,
     Continuation,

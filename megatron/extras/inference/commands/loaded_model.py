@@ -1,19 +1,13 @@
-"""What commands that compute with a checkpoint share: its model, its tokenizer and their ranks."""
+"""The model of a checkpoint and its tokenizer, for the commands that compute with them."""
 
-import os
-import signal
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron.base import exit_codes
-from megatron.base.errors import ConfigError, MegatronError, describe_os_error
 from megatron.checkpoint.folder import find_stored_folder
 from megatron.checkpoint.load import open_checkpoint
 from megatron.config.data import TokenizerConfig
-from megatron.console.run_tool import prepare_output, run_tool
 from megatron.console.tokenizer_flags import (
     TokenizerPath,
     TokenizerTypeName,
@@ -23,11 +17,9 @@ from megatron.extras.inference.generate.load import DTYPES, choose_checkpoint, j
 from megatron.extras.inference.generate.staged_model import StagedModel
 from megatron.extras.interop.inspection.verification import ensure_undisturbed
 from megatron.extras.object_store.addresses import open_source
-from megatron.parallel.launcher import die_with_launcher, read_launcher_world
 from megatron.parallel.mesh import Mesh
 from megatron.plan.rules.finding import TokenizerContext, refuse_errors
 from megatron.plan.rules.resume import check_tokenizer
-from megatron.run.leaving import leave_after_crash, leave_with_error
 from megatron.run.state import TrainState
 from megatron.tokenizer.build import Tokenizer, build_tokenizer
 from megatron.tokenizer.vocabulary import fetch_missing_tokenizer
@@ -112,50 +104,3 @@ def load(
     context = TokenizerContext(tokenizer_config, state.iteration, state.tokenizer)
     refuse_errors(check_tokenizer(context))
     return model, tokenizer, iteration, tokenizer_config
-
-
-def run_on_ranks(work: Callable[[], None]) -> int:
-    """Do the work of a tool on this rank, which is a process, and return its exit code.
-
-    A process alone has the messages and exit codes of `run_tool`. One of several ranks ends the
-    process after an error, because the interpreter's exit could wait for ranks in a collective.
-    The exit code is 2 for an error that a user can fix, 1 after a crash or the loss of another
-    rank, and 141 for a closed pipe at standard output. A signal ends a rank immediately.
-
-    Args:
-        work: The function that does the work.
-    """
-
-    def work_alone() -> int:
-        work()
-        return 0
-
-    if not _is_one_of_several():
-        return run_tool(work_alone)
-    die_with_launcher()
-    # Python's handler runs only between Python's instructions, and not while a rank waits in a
-    # collective. A shell starts background jobs with SIGINT ignored, which stays so.
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    prepare_output()
-    try:
-        work()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os._exit(exit_codes.CLOSED_PIPE)
-    except MegatronError as error:
-        leave_with_error(error)
-    except OSError as error:
-        leave_with_error(ConfigError(describe_os_error(error)))
-    except Exception as error:
-        leave_after_crash(error, ExitStack())
-    return 0
-
-
-def _is_one_of_several() -> bool:
-    """Return whether the launcher has started several ranks."""
-    try:
-        return read_launcher_world().size > 1
-    except MegatronError:
-        # The work reads it again, and its error is reported.
-        return False
