@@ -21,7 +21,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import EXCHANGES_HEADS, STRATEGY_STAGES
 from megatron.config.spike_guard import SpikeGuardConfig
 from megatron.engine import muon
-from megatron.engine.build_optimizer import build_optimizer
+from megatron.engine.native import build_optimizer
 from megatron.engine.optimizer import MOMENT_DTYPES
 from megatron.engine.sharding import STAGES
 from megatron.extras.inference.generate.cached_model import TokenPositions

@@ -179,7 +179,7 @@ class OptimizerRow:
     """Whether it updates only the matrices of the layers, and needs each as a whole. AdamW updates
     the other parameters."""
     divide_rate: Callable[[float, OptimizerConfig], float] = _divide_by_width
-    """Takes the width ratio of `model/parametrization.py`. Returns the number that the rate of the
+    """Takes the width ratio of `engine/optimizer.py`. Returns the number that the rate of the
     layers' matrices is divided by. Their weight decay is multiplied by it."""
 
     def updates(self, name: str, dimensions: int) -> bool:
@@ -206,7 +206,7 @@ OPTIMIZERS = Table(
         ),
     },
 )
-"""`engine/build_optimizer.py` has the same names, with their classes."""
+"""`engine/native.py` has the same names, with their classes."""
 
 
 def find_updater(optimizer: str, name: str, dimensions: int) -> OptimizerRow:

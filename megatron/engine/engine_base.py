@@ -23,9 +23,8 @@ from megatron.engine.base import (
 )
 from megatron.engine.invariants import InvariantChecker, Replica
 from megatron.engine.loss_scale import LossScale
-from megatron.engine.parallelize import RankStage, build_stages
+from megatron.engine.parallelize import RankStage, build_stages, require_compiler
 from megatron.model.attention_kernels import install_torch_order, require_attention_kernels
-from megatron.model.compiling import require_compiler
 from megatron.model.execution import Execution
 from megatron.model.experts.routing import BALANCE
 from megatron.model.fused_operators import FusedOperators

@@ -16,31 +16,62 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.base.plain_text import format_count
+from megatron.config.table import Table
 from megatron.data.batches import Microbatch
+from megatron.engine.ademamix import AdEMAMix
 from megatron.engine.base import (
     Accept,
     StepOutcome,
     StepResult,
     Vote,
 )
-from megatron.engine.build_optimizer import build_optimizer
 from megatron.engine.describe import list_kernels
 from megatron.engine.engine_base import EngineBase
 from megatron.engine.expert_state import ExpertState
 from megatron.engine.invariants import Replica
 from megatron.engine.layer_statistics import LayerRecorder
-from megatron.engine.optimizer import MasterParameter, compute_squared_norm, count_zeros
+from megatron.engine.muon import Muon
+from megatron.engine.optimizer import (
+    AdamW,
+    MasterParameter,
+    Masters,
+    Optimizer,
+    compute_scaling,
+    compute_squared_norm,
+    count_zeros,
+)
 from megatron.engine.parallelize import RankStage, shard_offset
 from megatron.engine.replicated_gradients import add_over_tensor_ranks
 from megatron.engine.runner import build_runner
+from megatron.model.fused_operators import FusedOperators
 from megatron.model.inputs import Inputs
-from megatron.model.parametrization import compute_scaling
+from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameter_spec import ParameterSpec
 from megatron.parallel.shard import Kind, TensorShard
 from megatron.parallel.torch_private import foreach_copy_, foreach_mul_
+from megatron.plan.run_plan import Plan
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+
+CLASSES: Table[type[Optimizer]] = Table(
+    "--optimizer",
+    {
+        "adam": AdamW,
+        "ademamix": AdEMAMix,
+        "muon": Muon,
+    },
+)
+"""The optimizers' classes. `OPTIMIZERS` (`config/optimizer.py`) has their facts."""
+
+
+def build_optimizer(
+    masters: Masters, plan: Plan, mesh: Mesh, operators: FusedOperators
+) -> Optimizer:
+    """Return the optimizer of `--optimizer`, with states of zero. See `Optimizer.build`."""
+    choice = CLASSES.require(plan.config.optimizer.optimizer)
+    return choice.build(masters, plan, mesh, operators)
 
 
 class NativeEngine(EngineBase):

@@ -18,12 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from megatron.base import apex
-from megatron.config.optimizer import OPTIMIZERS, OptimizerConfig, OptimizerRow, OptimizerState
+from megatron.config.optimizer import (
+    OPTIMIZERS,
+    OptimizerConfig,
+    OptimizerRow,
+    OptimizerState,
+    find_updater,
+)
 from megatron.model.fused_operators import FusedOperators
 from megatron.model.gpt import EMBEDDING, INPUT_AND_OUTPUT
-from megatron.model.parametrization import UNSCALED, Scaling
+from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.parameter_spec import ParameterSpec
+from megatron.parallel.parameter_spec import Init, ParameterSpec
 from megatron.parallel.shard import Kind
 from megatron.parallel.torch_private import (
     foreach_copy_,
@@ -37,6 +43,62 @@ MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Value of --exp-avg-dtype and --exp-avg-sq-dtype -> the dtype."""
 PIECE = 1 << 24
 """Number of elements that are updated together. Two intermediate results of them have 128 MiB."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Factors on settings of the optimizer for one parameter, by the size of the model.
+
+    They are those of `--parametrization`. m is the width ratio, d the depth ratio. The rate, the
+    decay and epsilon of the base model are multiplied by
+
+    | parameter                      | rate  | decay | epsilon    |
+    |--------------------------------|-------|-------|------------|
+    | matrices of the layers         | 1 / m | m     | 1 / (m d)  |
+    | vectors of the layers          | 1     | none  | 1 / (m d)  |
+    | embedding, output              | 1     | 1     | 1 / m      |
+    | final norm, embedding norm     | 1     | none  | 1 / m      |
+
+    Sources: https://arxiv.org/abs/2203.03466, table 8, and https://arxiv.org/abs/2505.01618, table
+    1 with alpha = 1. `ModelShape` has the rest: initial weights, and factors on the final norm, the
+    queries and the residual branches.
+
+    The first row is that of AdamW and AdEMAMix. Muon's updates of the layers' matrices are
+    orthogonal. The spectral norm of an update must be about sqrt(rows / columns)
+    (https://arxiv.org/abs/2310.17813), which is the same for all widths if both grow alike. Only
+    the factor `spectral` makes the norm grow, as sqrt(m).
+    """
+
+    rate: float = 1.0
+    decay: float = 1.0
+    epsilon: float = 1.0
+
+
+UNSCALED = Scaling()
+"""The factors of the standard parametrization."""
+
+
+def compute_scaling(
+    name: str, spec: ParameterSpec, shape: ModelShape, config: OptimizerConfig
+) -> Scaling:
+    """Return the factors for a parameter.
+
+    Args:
+        name: Global name of the parameter.
+        spec: Its spec. Its kind of initial values shows a matrix of the layers.
+        shape: Sizes of the model.
+        config: The optimizer.
+    """
+    m = shape.width_ratio
+    # Gradients fall as the factor on the logits does, and Adam adds epsilon to their size.
+    epsilon = 1.0 / m
+    if name.startswith("blocks."):
+        epsilon /= shape.depth_ratio
+    # A matrix of the layers adds up as many products as the model is wide.
+    if spec.init in (Init.NORMAL, Init.SCALED_NORMAL):
+        divisor = find_updater(config.optimizer, name, len(spec.shape)).divide_rate(m, config)
+        return Scaling(1.0 / divisor, divisor, epsilon)
+    return Scaling(epsilon=epsilon)
 
 
 @dataclass

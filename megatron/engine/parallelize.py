@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron.base.errors import ConfigError
 from megatron.model.dropout import Dropout
 from megatron.model.execution import Execution
 from megatron.model.experts.routing import list_routers
@@ -19,6 +20,7 @@ from megatron.parallel.entered_linear import offer_to_graphs
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameter_spec import ParameterSpec
+from megatron.parallel.torch_private import find_compilation_error
 from megatron.parallel.weight_gradient import number_layer
 from megatron.plan.run_plan import Plan
 
@@ -192,3 +194,32 @@ def shard_offset(rows: int, rank: int, ranks: int) -> int:
     """
     size = -(-rows // ranks)
     return min(rank * size, rows)
+
+
+def require_compiler(device: torch.device) -> None:
+    """Compile a small function to find out whether torch.compile works on this machine.
+
+    It needs a C++ compiler for the CPU and Triton for a GPU. PyTorch detects a missing one only in
+    the middle of the first step.
+
+    Raises:
+        ConfigError: The compilation fails. The message has the compiler's reason.
+    """
+    x = torch.ones(8, device=device)
+    try:
+        torch.compile(_probe)(x)
+    except find_compilation_error() as failure:
+        # The exception's text has many lines of hints. The first one names the cause.
+        reason = next(iter(f"{failure}".splitlines()), type(failure).__name__)
+        if device.type == "cpu":
+            needed = "a C++ compiler (g++; $CXX names another one)"
+        else:
+            needed = "Triton and a C compiler"
+        raise ConfigError(
+            f"--use-torch-compile is given, but torch.compile fails on this machine ({reason}); it "
+            f"needs {needed}: install what is missing or leave the flag out"
+        ) from failure
+
+
+def _probe(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() * 2

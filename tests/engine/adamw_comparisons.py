@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.engine.optimizer import MasterParameter
+from megatron.engine.optimizer import MasterParameter, Scaling
 from megatron.extras.step.kernels.adamw import KernelAdamW
-from megatron.model.parametrization import Scaling
 from megatron.parallel.parameter_spec import Init, ParameterSpec
 from megatron.parallel.torch_private import fused_adamw_
 

@@ -18,8 +18,8 @@ from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
 from megatron.config.presets import list_preset_names, read_preset
 from megatron.console.preset_table import build_preset_shape
+from megatron.engine import parallelize
 from megatron.engine.parallelize import compile_blocks, recompute_blocks
-from megatron.model import compiling
 from megatron.model.execution import Execution
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Documents, Inputs
@@ -311,4 +311,4 @@ def test_a_missing_compiler_is_an_error_at_start(monkeypatch: pytest.MonkeyPatch
         torch._inductor.config.patch(force_disable_caches=True),
         pytest.raises(ConfigError, match=r"No working C\+\+ compiler"),
     ):
-        compiling.require_compiler(torch.device("cpu"))
+        parallelize.require_compiler(torch.device("cpu"))

@@ -20,7 +20,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.spike_guard import SpikeGuardConfig
 from megatron.engine.base import StepOutcome, StepResult
 from megatron.engine.loss_scale import LossScale
-from megatron.extras.step.late_reading.kind import find_obstacle
+from megatron.extras.step.late_reading.engine import find_obstacle
 from megatron.extras.watch.guard.spike_guard import SpikeGuard
 from megatron.observe.metrics import read_metrics
 from megatron.plan.resolve import resolve
@@ -80,7 +80,7 @@ def train(
         switch: The kill switch that asks for it. Without it, a signal does.
     """
     from megatron.engine.native import NativeEngine
-    from megatron.extras.step.late_reading import kind as late_kind
+    from megatron.extras.step import engines
 
     order: list[str] = []
     compute, judge = NativeEngine._run_microbatches, NativeEngine._judge_step
@@ -105,7 +105,7 @@ def train(
     with (
         mock.patch.object(NativeEngine, "_run_microbatches", run_microbatches),
         mock.patch.object(NativeEngine, "_judge_step", judge_step),
-        mock.patch.object(late_kind, "DEVICES", ("cpu",) if late else ()),
+        mock.patch.object(engines, "LATE_DEVICES", ("cpu",) if late else ()),
     ):
         pretrain(argv)
     return order

@@ -10,7 +10,7 @@ MUP = f"{NO_DROPOUT} --parametrization mup --base-width 16 --weight-decay 0.5"
 
 def treat_tied_copy_as_matrix() -> None:
     from megatron.engine import native
-    from megatron.model.parametrization import Scaling
+    from megatron.engine.optimizer import Scaling
 
     def make(compute: Any) -> Any:
         def compute_scaling(name: str, spec: Any, shape: Any, config: Any) -> Scaling:

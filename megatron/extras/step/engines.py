@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 from megatron.config.tree import Config
 from megatron.engine.kind import NATIVE, BuildEngine, EngineKind
 from megatron.extras.step.kernels.kind import add_kernels
-from megatron.extras.step.late_reading.kind import add_late_reading
 
 if TYPE_CHECKING:
     from megatron.engine.base import Engine
     from megatron.parallel.mesh import Mesh
     from megatron.plan.run_plan import Plan
+
+LATE_DEVICES = ("cuda",)
+"""Types of devices that work while the host goes on. A CPU has nothing to gain."""
 
 
 def choose_engine(config: Config) -> EngineKind:
@@ -29,6 +31,25 @@ def choose_engine(config: Config) -> EngineKind:
 
         kind = FLOAT8
     return add_graphs(add_kernels(add_late_reading(kind)))
+
+
+def add_late_reading(kind: EngineKind) -> EngineKind:
+    """Return a kind whose engine reads late on a GPU, unless the plan has an obstacle.
+
+    Args:
+        kind: The kind of a `NativeEngine`.
+    """
+
+    def load(device_type: str) -> BuildEngine:
+        """Import the engine. See `EngineKind.load`."""
+        engine: Any = kind.load(device_type)
+        if device_type not in LATE_DEVICES:
+            return engine
+        from megatron.extras.step.late_reading.engine import make_late
+
+        return make_late(engine)
+
+    return replace(kind, load=load)
 
 
 def add_graphs(kind: EngineKind) -> EngineKind:

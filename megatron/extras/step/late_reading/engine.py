@@ -13,11 +13,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.base.errors import ConfigError
+from megatron.config.table import Absent, Table
 from megatron.data.batches import Microbatch
 from megatron.engine.base import StepResult, UpdateSettings, Vote
 from megatron.engine.native import NativeEngine
 from megatron.engine.optimizer import AdamW
-from megatron.extras.step.late_reading.kind import find_obstacle
+from megatron.plan.run_plan import Plan
+
+OPTIMIZERS = Table(
+    "--optimizer", {"adam": "AdamW"}, Absent("cannot leave out a step on the device")
+)
+"""The optimizers that can, with the names of their classes."""
+
+
+def find_obstacle(plan: Plan) -> str | None:
+    """Return why the host reads each step of a plan before its update, or None if it reads late."""
+    config = plan.config
+    try:
+        OPTIMIZERS.require(config.optimizer.optimizer)
+    except ConfigError as absent:
+        return str(absent)
+    obstacles = {
+        "--no-late-reading": not config.kernels.late_reading,
+        "the host updates the bias of the routers": bool(plan.shape.expert_layers),
+        "--log-params-norm logs the norm after each step": config.logging.log_params_norm,
+        "a run by time may end after each step": plan.train_seconds is not None,
+    }
+    return next((reason for reason, found in obstacles.items() if found), None)
 
 
 class LateEngine(NativeEngine):
