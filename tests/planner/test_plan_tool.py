@@ -1382,3 +1382,28 @@ def test_a_dry_run_of_fused_gradients_needs_a_newer_torch(capsys, monkeypatch):
     words = ["--dry-run", "--world-size", "1", *SMALL, "--bf16", "--gradient-accumulation-fusion"]
     assert plan.main(words) == 2
     assert "needs torch 2.13 or newer, and this is 2.12.1+cpu" in capsys.readouterr().err
+
+
+def test_goodput_is_that_of_the_interval_of_saves(capsys):
+    """A long interval repeats more steps after a failure, and the report warns about it."""
+    found = {}
+    for flags in ((), ("--save-interval", "20000"), ("--save-interval-time", "90m")):
+        often = ["--world-size", "8", "--failures-per-1000-node-days", "800"]
+        arguments = [*often, *SEVEN, "--train-iters", "100000", *flags]
+        cost = as_json(capsys, *arguments)["cost"]
+        assert plan.main(arguments) == 0
+        found[flags] = cost, capsys.readouterr().out
+    free, long, timed = found.values()
+    best = free[0]["best_goodput"]
+    assert free[0]["goodput"] == best
+    assert all(cost["best_goodput"] == best for cost, _ in found.values())
+    seconds = long[0]["goodput"]["save_interval_seconds"]
+    assert seconds == pytest.approx(20000 * long[0]["seconds_per_iteration"])
+    assert timed[0]["goodput"]["save_interval_seconds"] == 5400
+    assert long[0]["goodput"]["useful"] < timed[0]["goodput"]["useful"] < best["useful"]
+    run = long[0]["run"]
+    useful = long[0]["goodput"]["useful"]
+    assert run["days_with_failures"] == pytest.approx(run["days"] / useful)
+    assert "more time than the best one. Give --save-interval" in long[1]
+    assert "save every 20,000 iterations" in long[1]
+    assert "best one" not in free[1]

@@ -14,6 +14,11 @@ from training.runs import Runner
 from training.spiky_corpus import random_stretch, write_corpus
 from training.test_spike_guard_runs import ROLLBACK, make_argv
 
+from megatron.extras.operations.chronicle.failures import (
+    compute_failure_costs,
+    list_failure_facts,
+    list_hosts_that_failed_together,
+)
 from megatron.extras.operations.chronicle.goodput import (
     HANGS,
     KEPT,
@@ -163,3 +168,42 @@ def test_status_has_the_goodput(
         assert ("goodput" in pulse) == bool(expected)
         assert expected in pulse
         assert not any("goodput" in trouble for trouble in found.troubles)
+
+
+def add_event(folder: Path, at: float, kind: str, iteration: int | None, **details: Any) -> None:
+    moment = datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
+    event = {"time": moment, "kind": kind, "iteration": iteration, "details": details}
+    with open(folder / "chronicle.jsonl", "a") as file:
+        file.write(json.dumps(event) + "\n")
+
+
+def test_time_lost_to_failures_by_cause(hung: Path) -> None:
+    # The array task starts the training 30 s after the verdict, on half of the devices.
+    add_event(hung, 1100.0, "restart", 0, reason="hang")
+    add_event(hung, 1070.0, "hang", 0, hosts=["n3"])
+    add_event(hung, 1075.0, "exclusion", 0, host="n4")
+    add_event(hung, 1900.0, "exclusion", 0, host="n5")
+    add_event(hung, 1199.0, "save", 9)
+    text = (hung / "chronicle.jsonl").read_text().splitlines()
+    for line, devices in ((0, 8), (1, 4)):
+        event = json.loads(text[line])
+        event["details"]["devices"] = devices
+        text[line] = json.dumps(event)
+    (hung / "chronicle.jsonl").write_text("\n".join(text) + "\n")
+    history = read_history(hung)
+    costs = compute_failure_costs(history)
+    assert costs.failures == 1
+    assert costs.detection == pytest.approx(60 + 30)
+    assert costs.restart == pytest.approx(90)
+    assert costs.repeated_steps == pytest.approx(10)
+    assert costs.fewer_nodes == pytest.approx(12 / 2)
+    assert costs.now == pytest.approx(3 + 90)
+    assert list_hosts_that_failed_together(history) == [("n3", "n4")]
+    facts = dict(list_failure_facts(history))
+    assert facts["a failure now would cost"] == "1 min 33 s"
+    assert facts["time lost to failures"].startswith("detection 1 min 30 s, restart 1 min 30 s")
+
+
+def test_planned_stop_is_no_failure(hung: Path) -> None:
+    add_event(hung, 1070.0, "stop", 10, reason="duration")
+    assert compute_failure_costs(read_history(hung)).failures == 0

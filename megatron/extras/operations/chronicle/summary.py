@@ -19,6 +19,7 @@ from megatron.extras.operations.chronicle.events import (
     list_rollbacks,
     read_setting,
 )
+from megatron.extras.operations.chronicle.failures import list_failure_facts
 from megatron.extras.operations.chronicle.goodput import (
     DROPPED,
     KEPT,
@@ -73,6 +74,7 @@ def list_facts(history: RunHistory) -> list[tuple[str, str]]:
         ]
     for name, (iteration, loss) in _find_last_evaluations(history).items():
         facts.append((f"loss of {name}", f"{loss:.4f} after iteration {iteration:,}"))
+    facts += list_failure_facts(history)
     facts += _compare_prediction(history) + _describe_verification(history)
     if history.energy is not None:
         facts.append(("energy", f"{history.energy.kilowatt_hours[-1]:.6g} kWh"))

@@ -23,6 +23,7 @@ from megatron.base.errors import CheckpointError, DataError, OperationsError
 from megatron.base.outside_file import open_regular
 from megatron.checkpoint.folder import find_stored_folder, read_pointed_iteration
 from megatron.checkpoint.manifest import MANIFEST
+from megatron.extras.operations.chronicle.failures import list_failure_facts
 from megatron.extras.operations.chronicle.goodput import compute_goodput, format_goodput
 from megatron.extras.operations.chronicle.history import read_history
 from megatron.extras.operations.monitor.alerts import (
@@ -538,7 +539,9 @@ def _describe_goodput(run: WatchedRun, found: CheckFindings) -> str:
     if run.run is None:
         return ""
     try:
-        return f"; {format_goodput(compute_goodput(read_history(run.run)))}"
+        history = read_history(run.run)
+        facts = "".join(f"; {name}: {value}" for name, value in list_failure_facts(history))
+        return f"; {format_goodput(compute_goodput(history))}{facts}"
     # Nothing was trained yet.
     except DataError:
         return ""

@@ -36,6 +36,7 @@ from megatron.extras.step.float8.recipe import MULTIPLE, fits_float8, list_float
 from megatron.model.layer_parts import get_activation
 from megatron.plan.run_plan import Plan
 from megatron.run.start.launch import count_checkpoint_bytes
+from megatron.schedule.clock import parse_duration
 
 FLOAT8_ROUNDING = "float8: rounding"
 FLOAT8_SCALES = "float8: messages"
@@ -47,6 +48,8 @@ _BAR = 50
 """Characters of the bar that shows where the time goes."""
 _LEAST_GAIN = 0.02
 """Smallest predicted gain that is printed."""
+_MOST_MORE_TIME = 0.02
+"""How much longer than with the best interval of saves a run may take without a warning."""
 _MOST_DRAWN = 20_000
 """Visits of a pipeline that a trace may have."""
 
@@ -83,15 +86,61 @@ class RunCost:
     footprint: Footprint
 
 
-def predict_goodput(plan: Plan, hardware: Hardware, options: CostOptions) -> PlannedGoodput:
-    """Predict the goodput of the plan's number of devices."""
+@dataclass(frozen=True)
+class GoodputForecast:
+    """The goodput with the run's own interval of saves, and with the best one."""
+
+    own: PlannedGoodput
+    """The best one, if the run has no interval."""
+    best: PlannedGoodput
+    is_given: bool
+    """Whether the run has an interval of saves."""
+
+    @property
+    def more_time(self) -> float:
+        """How much longer than with the best interval the run takes. 0.02 is 2 %."""
+        return self.best.useful / self.own.useful - 1
+
+
+def predict_goodput(
+    plan: Plan, hardware: Hardware, options: CostOptions, step_seconds: float
+) -> GoodputForecast:
+    """Predict the goodput of the plan's number of devices.
+
+    Args:
+        plan: The plan.
+        hardware: The devices.
+        options: What is assumed about the cluster.
+        step_seconds: Seconds of an iteration, from which the time between two saves follows.
+
+    Raises:
+        ConfigError: The run fails so often that it makes no progress.
+    """
     hours = estimate_mean_hours_to_failure(
         plan.world_size, hardware.ranks_per_node, options.failures_per_1000_node_days
     )
     # All nodes write their shards at the same time.
     nodes = -(-plan.world_size // hardware.ranks_per_node)
     save = count_checkpoint_bytes(plan) / (nodes * options.save_gb_per_second * 1e9)
-    return estimate_goodput(Reliability(hours, 60 * options.restart_minutes, save))
+    reliability = Reliability(hours, 60 * options.restart_minutes, save)
+    best = estimate_goodput(reliability)
+    interval = _find_save_seconds(plan, step_seconds)
+    if interval is None:
+        return GoodputForecast(best, best, is_given=False)
+    return GoodputForecast(estimate_goodput(reliability, interval), best, is_given=True)
+
+
+def _find_save_seconds(plan: Plan, step_seconds: float) -> float | None:
+    """Return the seconds of steps between two saves. None: the run has no interval of saves."""
+    checkpoint = plan.config.checkpoint
+    found = []
+    if checkpoint.save_interval:
+        # A run that is shorter than its interval saves at its end.
+        steps = min(checkpoint.save_interval, max(1, plan.train_iters))
+        found.append(steps * step_seconds)
+    if checkpoint.save_interval_time is not None:
+        found.append(parse_duration(checkpoint.save_interval_time))
+    return min(found, default=None)
 
 
 def predict_days(plan: Plan, prediction: StepPrediction) -> float | None:
@@ -174,8 +223,8 @@ def build_cost_json(plan: Plan, hardware: Hardware, options: CostOptions) -> dic
     if not can_be_predicted(plan, hardware):
         return None
     prediction = predict_plan(plan, hardware)
-    goodput = predict_goodput(plan, hardware, options)
-    run = predict_run(plan, prediction, goodput, options)
+    forecast = predict_goodput(plan, hardware, options, prediction.seconds)
+    run = predict_run(plan, prediction, forecast.own, options)
     storage = plan_storage(plan, hardware, prediction.seconds, options)
     return {
         "hardware": hardware.name,
@@ -190,7 +239,8 @@ def build_cost_json(plan: Plan, hardware: Hardware, options: CostOptions) -> dic
         "memory_bytes_by_kind": vars(max(prediction.memory, key=lambda rank: rank.total)),
         **build_verdict_json(prediction),
         "replay_share": _compute_replay_share(plan, prediction),
-        "goodput": vars(goodput),
+        "goodput": vars(forecast.own),
+        "best_goodput": vars(forecast.best),
         "object_store": None if storage is None else vars(storage),
         "run": None
         if run is None
@@ -225,7 +275,7 @@ def format_cost(
         text = f"no prediction: {hardware.name} has no fp32_tflops. Use --bf16"
         return [_format_row("step", text)]
     prediction = predict_plan(plan, hardware)
-    goodput = predict_goodput(plan, hardware, options)
+    forecast = predict_goodput(plan, hardware, options, prediction.seconds)
     lines = [
         _format_row(
             "predicted step",
@@ -252,7 +302,7 @@ def format_cost(
         *_format_memory(prediction),
         *format_assumed("  assumed", assumed),
         *_format_unused_speed(plan, hardware, prediction),
-        *_format_run(plan, prediction, goodput, options),
+        *_format_run(plan, prediction, forecast, options),
     ]
     storage = plan_storage(plan, hardware, prediction.seconds, options)
     if storage is not None:
@@ -499,7 +549,7 @@ def _format_memory(prediction: StepPrediction) -> list[str]:
 
 
 def _format_run(
-    plan: Plan, prediction: StepPrediction, goodput: PlannedGoodput, options: CostOptions
+    plan: Plan, prediction: StepPrediction, forecast: GoodputForecast, options: CostOptions
 ) -> list[str]:
     hours = estimate_mean_hours_to_failure(
         plan.world_size,
@@ -509,7 +559,7 @@ def _format_run(
     if prediction.verdict is Verdict.DOES_NOT_FIT:
         return [_format_row("predicted run", "none, because the layout does not fit")]
     lines = []
-    run = predict_run(plan, prediction, goodput, options)
+    run = predict_run(plan, prediction, forecast.own, options)
     if run is not None:
         lines.append(
             _format_row(
@@ -517,19 +567,33 @@ def _format_run(
                 ", ".join([format_days(run.days), *_list_cost(run, prediction)]),
             )
         )
-        if 86400 * run.days < goodput.save_interval_seconds:
+        if 86400 * run.days < forecast.best.save_interval_seconds:
             # A short run ends before the first save, and hardly ever fails.
             return lines
-    # People set --save-interval in iterations.
-    steps = max(1, round(goodput.save_interval_seconds / prediction.seconds))
-    lines.append(
-        _format_row(
-            "goodput",
-            f"{100 * goodput.useful:.1f} % with a failure every {_format_number(hours)} hours; "
-            f"save every {steps:,} iterations ({goodput.save_interval_seconds / 60:,.0f} minutes)",
+    own = _describe_interval(forecast.own, prediction)
+    rate = f"a failure every {_format_number(hours)} hours"
+    text = f"{100 * forecast.own.useful:.1f} % with {rate}; save every {own}"
+    best = _describe_interval(forecast.best, prediction)
+    if forecast.is_given and best != own:
+        text += f"; at best {100 * forecast.best.useful:.1f} %, with a save every {best}"
+    lines.append(_format_row("goodput", text))
+    if forecast.more_time > _MOST_MORE_TIME:
+        text = (
+            f"this interval of saves takes {100 * forecast.more_time:.1f} % more time than the "
+            f"best one. Give --save-interval {_count_steps(forecast.best, prediction):,}"
         )
-    )
+        lines.append(_format_row("  warning", text))
     return lines
+
+
+def _count_steps(goodput: PlannedGoodput, prediction: StepPrediction) -> int:
+    """Return the iterations between two saves. People set --save-interval in iterations."""
+    return max(1, round(goodput.save_interval_seconds / prediction.seconds))
+
+
+def _describe_interval(goodput: PlannedGoodput, prediction: StepPrediction) -> str:
+    minutes = goodput.save_interval_seconds / 60
+    return f"{_count_steps(goodput, prediction):,} iterations ({minutes:,.0f} minutes)"
 
 
 def _list_cost(run: RunCost, prediction: StepPrediction) -> list[str]:
