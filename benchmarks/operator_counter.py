@@ -30,7 +30,7 @@ _PARTS = {
     "model/dropout.py": "dropout",
     "model/attention.py": "attention, other operators",
     "model/attention_core.py": "attention, other operators",
-    "model/gpt.py": "embedding",
+    "model/embedding.py": "embedding",
     "engine/runner.py": "sums of losses and vectors",
     "engine/native.py": "optimizer",
     "engine/optimizer.py": "optimizer",

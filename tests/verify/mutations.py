@@ -221,7 +221,7 @@ def _pass_on(x: torch.Tensor, tp: Any) -> Any:
 
 
 def restart_positions_on_slice() -> None:
-    from megatron.model.gpt import Embedding
+    from megatron.model.embedding import Embedding
 
     def make(build: Any) -> Any:
         def build_embedding(module: Any, shape: Any, tp: Any, *args: Any, **kwargs: Any) -> None:
