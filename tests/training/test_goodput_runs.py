@@ -204,6 +204,17 @@ def test_time_lost_to_failures_by_cause(hung: Path) -> None:
     assert facts["time lost to failures"].startswith("detection 1 min 30 s, restart 1 min 30 s")
 
 
+def test_a_failure_after_a_rollback_costs_the_steps_since_the_load(hung: Path) -> None:
+    """The checkpoint of a later iteration was left behind by the rollback."""
+    add_event(hung, 1009.5, "save", 9)
+    text = (hung / "chronicle.jsonl").read_text().splitlines()
+    second = json.loads(text[1])
+    second["iteration"] = 3
+    (hung / "chronicle.jsonl").write_text("\n".join([text[0], text[2], json.dumps(second)]) + "\n")
+    # Iterations 4 to 12 are kept and not saved. The only restart took 120 s.
+    assert compute_failure_costs(read_history(hung)).now == pytest.approx(9 + 120)
+
+
 def test_planned_stop_is_no_failure(hung: Path) -> None:
     add_event(hung, 1070.0, "stop", 10, reason="duration")
     assert compute_failure_costs(read_history(hung)).failures == 0

@@ -69,8 +69,9 @@ def compute_failure_costs(history: RunHistory) -> FailureCosts:
         most = max(most, devices)
         own = (times >= launch.loop_start) & (times <= launch.end) & history.kept
         fewer += float(seconds[own].sum()) * (1 - devices / most)
-    saved = [event.iteration or 0 for event in history.events if event.kind == "save"]
-    unsaved = history.kept & (iterations > [0, *saved][-1])
+    # A start has the iteration that it loaded, which may be before that of an earlier save.
+    safe = [event.iteration or 0 for event in history.events if event.kind in ("start", "save")]
+    unsaved = history.kept & (iterations > [0, *safe][-1])
     now = float(seconds[unsaved].sum()) + restart / max(1, failures)
     return FailureCosts(failures, detection, restart, repeated, fewer, now)
 
