@@ -1407,3 +1407,20 @@ def test_goodput_is_that_of_the_interval_of_saves(capsys):
     assert "more time than the best one. Give --save-interval" in long[1]
     assert "save every 20,000 iterations" in long[1]
     assert "best one" not in free[1]
+
+
+@pytest.mark.parametrize("interval", ["150000", "2000000"])
+def test_a_run_that_hardly_reaches_a_save_has_no_days(capsys, interval):
+    """The other numbers of the plan are still printed."""
+    often = ["--world-size", "8", "--failures-per-1000-node-days", "8000"]
+    arguments = [*often, *SEVEN, "--train-iters", "2000000", "--save-interval", interval]
+    cost = as_json(capsys, *arguments)["cost"]
+    assert cost["goodput"] is None
+    assert cost["run"] is None
+    assert 0.5 < cost["best_goodput"]["useful"] < 1
+    assert plan.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "goodput               0.0 %" in text
+    assert f"save every {int(interval):,} iterations" in text
+    assert "hardly a save comes before a failure, and the run does not end. Give" in text
+    assert "days with failures" not in text

@@ -5,6 +5,7 @@ formats what it predicts.
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,6 +51,8 @@ _LEAST_GAIN = 0.02
 """Smallest predicted gain that is printed."""
 _MOST_MORE_TIME = 0.02
 """How much longer than with the best interval of saves a run may take without a warning."""
+_LEAST_USEFUL = 1e-3
+"""Smallest goodput of a run that ends. With less, hardly a save comes before the next failure."""
 _MOST_DRAWN = 20_000
 """Visits of a pipeline that a trace may have."""
 
@@ -90,15 +93,17 @@ class RunCost:
 class GoodputForecast:
     """The goodput with the run's own interval of saves, and with the best one."""
 
-    own: PlannedGoodput
-    """The best one, if the run has no interval."""
+    own: PlannedGoodput | None
+    """The best one, if the run has no interval. None: with its interval, the run does not end."""
     best: PlannedGoodput
-    is_given: bool
-    """Whether the run has an interval of saves."""
+    interval: float | None
+    """Seconds of steps between two saves of the run. None: it has no interval."""
 
     @property
     def more_time(self) -> float:
         """How much longer than with the best interval the run takes. 0.02 is 2 %."""
+        if self.own is None:
+            return math.inf
         return self.best.useful / self.own.useful - 1
 
 
@@ -114,7 +119,7 @@ def predict_goodput(
         step_seconds: Seconds of an iteration, from which the time between two saves follows.
 
     Raises:
-        ConfigError: The run fails so often that it makes no progress.
+        ConfigError: The run fails so often that it makes no progress with any interval.
     """
     hours = estimate_mean_hours_to_failure(
         plan.world_size, hardware.ranks_per_node, options.failures_per_1000_node_days
@@ -126,8 +131,15 @@ def predict_goodput(
     best = estimate_goodput(reliability)
     interval = _find_save_seconds(plan, step_seconds)
     if interval is None:
-        return GoodputForecast(best, best, is_given=False)
-    return GoodputForecast(estimate_goodput(reliability, interval), best, is_given=True)
+        return GoodputForecast(best, best, None)
+    try:
+        own = estimate_goodput(reliability, interval)
+    except ConfigError:
+        return GoodputForecast(None, best, interval)
+    # An interval that is nearly the best one is not what keeps the run from its end.
+    if own.useful < _LEAST_USEFUL * best.useful:
+        return GoodputForecast(None, best, interval)
+    return GoodputForecast(own, best, interval)
 
 
 def _find_save_seconds(plan: Plan, step_seconds: float) -> float | None:
@@ -151,15 +163,15 @@ def predict_days(plan: Plan, prediction: StepPrediction) -> float | None:
 
 
 def predict_run(
-    plan: Plan, prediction: StepPrediction, goodput: PlannedGoodput, options: CostOptions
+    plan: Plan, prediction: StepPrediction, goodput: PlannedGoodput | None, options: CostOptions
 ) -> RunCost | None:
     """Predict what the complete run costs.
 
-    None if its length in tokens is not known, or if the layout does not fit, so that it has no
-    cost.
+    None if its length in tokens is not known, if it does not end, or if the layout does not fit, so
+    that it has no cost.
     """
     days = predict_days(plan, prediction)
-    if days is None or prediction.verdict is Verdict.DOES_NOT_FIT:
+    if days is None or goodput is None or prediction.verdict is Verdict.DOES_NOT_FIT:
         return None
     # Goodput is the useful share of the wall time, so the rest is added here.
     wall = days / goodput.useful
@@ -239,7 +251,7 @@ def build_cost_json(plan: Plan, hardware: Hardware, options: CostOptions) -> dic
         "memory_bytes_by_kind": vars(max(prediction.memory, key=lambda rank: rank.total)),
         **build_verdict_json(prediction),
         "replay_share": _compute_replay_share(plan, prediction),
-        "goodput": vars(forecast.own),
+        "goodput": None if forecast.own is None else vars(forecast.own),
         "best_goodput": vars(forecast.best),
         "object_store": None if storage is None else vars(storage),
         "run": None
@@ -570,30 +582,35 @@ def _format_run(
         if 86400 * run.days < forecast.best.save_interval_seconds:
             # A short run ends before the first save, and hardly ever fails.
             return lines
-    own = _describe_interval(forecast.own, prediction)
+    best = _describe_interval(forecast.best.save_interval_seconds, prediction)
+    own = best
+    if forecast.interval is not None:
+        own = _describe_interval(forecast.interval, prediction)
+    useful = 0.0
+    if forecast.own is not None:
+        useful = forecast.own.useful
     rate = f"a failure every {_format_number(hours)} hours"
-    text = f"{100 * forecast.own.useful:.1f} % with {rate}; save every {own}"
-    best = _describe_interval(forecast.best, prediction)
-    if forecast.is_given and best != own:
+    text = f"{100 * useful:.1f} % with {rate}; save every {own}"
+    if best != own:
         text += f"; at best {100 * forecast.best.useful:.1f} %, with a save every {best}"
     lines.append(_format_row("goodput", text))
     if forecast.more_time > _MOST_MORE_TIME:
-        text = (
-            f"this interval of saves takes {100 * forecast.more_time:.1f} % more time than the "
-            f"best one. Give --save-interval {_count_steps(forecast.best, prediction):,}"
-        )
+        steps = _count_steps(forecast.best.save_interval_seconds, prediction)
+        takes = f"takes {100 * forecast.more_time:.1f} % more time than the best one"
+        if forecast.own is None:
+            takes = "is so long that hardly a save comes before a failure, and the run does not end"
+        text = f"this interval of saves {takes}. Give --save-interval {steps:,}"
         lines.append(_format_row("  warning", text))
     return lines
 
 
-def _count_steps(goodput: PlannedGoodput, prediction: StepPrediction) -> int:
+def _count_steps(interval: float, prediction: StepPrediction) -> int:
     """Return the iterations between two saves. People set --save-interval in iterations."""
-    return max(1, round(goodput.save_interval_seconds / prediction.seconds))
+    return max(1, round(interval / prediction.seconds))
 
 
-def _describe_interval(goodput: PlannedGoodput, prediction: StepPrediction) -> str:
-    minutes = goodput.save_interval_seconds / 60
-    return f"{_count_steps(goodput, prediction):,} iterations ({minutes:,.0f} minutes)"
+def _describe_interval(interval: float, prediction: StepPrediction) -> str:
+    return f"{_count_steps(interval, prediction):,} iterations ({interval / 60:,.0f} minutes)"
 
 
 def _list_cost(run: RunCost, prediction: StepPrediction) -> list[str]:

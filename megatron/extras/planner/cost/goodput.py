@@ -85,8 +85,8 @@ def estimate_goodput(reliability: Reliability, interval: float | None = None) ->
         raise ConfigError(
             f"a run with a failure every {mean:.3g} s, saves of {save:.3g} s and restarts of "
             f"{reliability.restart_seconds:.3g} s makes no progress; check "
-            "--save-interval, --failures-per-1000-node-days, --save-gb-per-second, "
-            "--restart-minutes and the number of devices."
+            "--failures-per-1000-node-days, --save-gb-per-second, --restart-minutes and the number "
+            "of devices."
         )
     # Expected wall time of a segment (interval and save) with exponential failures, each of which
     # costs a restart (Daly, equation 13).
