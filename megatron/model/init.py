@@ -15,6 +15,10 @@
 | *.bias                        | ZERO          | 0                            |
 | *.activation.alpha_p          | XIELU_P       | log(exp(0.8) - 1)            |
 | *.activation.alpha_n          | XIELU_N       | log(exp(0.3) - 1)            |
+| *.attention.*_convolution     | CONVOLUTION   | U(-1, 1) / sqrt(kernel)      |
+| *.attention.A_log             | DECAY_RATE    | log U(0.01, 16)              |
+| *.attention.dt_bias           | ONE           | 1                            |
+| (--linear-time-step)          | TIME_STEP     | softplus^-1(10^U(-3, -1))    |
 
 sigma is `--init-method-std`. `--output-init-method-std` replaces sigma / sqrt(2 layers). With
 `--parametrization`, the deviations of NORMAL and SCALED_NORMAL are others, see `ModelShape`. A
@@ -50,6 +54,13 @@ _CONSTANTS = {
     Init.XIELU_N: math.log(math.expm1(0.3)),
 }
 """Value of each kind that is the same for all elements."""
+_TRANSFORMS: dict[Init, Callable[[Tensor, tuple[int, ...]], Tensor]] = {
+    Init.CONVOLUTION: lambda u, size: (2 * u - 1) / math.sqrt(size[1]),
+    Init.DECAY_RATE: lambda u, size: (0.01 + (16 - 0.01) * u).log(),
+    # log(exp(x) - 1) is the inverse of softplus.
+    Init.TIME_STEP: lambda u, size: (10 ** (2 * u - 3)).expm1().log(),
+}
+"""Kind -> its values from uniform ones in (0, 1) and the shape of the complete parameter."""
 Initialise = Callable[[str, Init, Tensor, tuple[int, ...], tuple[int, ...], ModelShape, int], None]
 """A function with the arguments of `initialise`."""
 
@@ -86,6 +97,11 @@ def initialise(
         Init.SCALED_NORMAL: shape.output_init_std,
     }
     values = draw_normal_slice(seed, name, global_shape, offset, tuple(local.shape))
+    if kind in _TRANSFORMS:
+        # The distribution function of normal values makes them uniform.
+        uniform = torch.special.ndtr(torch.from_numpy(values).double())
+        local.copy_(_TRANSFORMS[kind](uniform, global_shape))
+        return
     # Scaled in fp32 before the copy, which rounds to the dtype of the shard.
     local.copy_(torch.from_numpy(values).mul_(deviations[kind]))
 
