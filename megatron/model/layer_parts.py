@@ -248,9 +248,8 @@ def _list_gated_delta_net(shape: ModelShape, tensor_size: int, rank: int) -> Spe
             decays=False,
             shard_dim=0,
         )
-    steps = {"one": Init.ONE, "log-uniform": Init.TIME_STEP}[config.linear_time_step]
     specs["A_log"] = make_vector_spec(heads, Init.DECAY_RATE, shard_dim=0)
-    specs["dt_bias"] = make_vector_spec(heads, steps, shard_dim=0)
+    specs["dt_bias"] = make_vector_spec(heads, Init.TIME_STEP, shard_dim=0)
     specs["norm.weight"] = make_vector_spec(config.linear_value_head_dim, Init.ONE)
     return specs | make_linear_specs(
         "out", config.hidden_size, values, Init.SCALED_NORMAL, bias=False, shard_dim=1

@@ -137,7 +137,9 @@ class ModelShape:
         config = self.config
         mlp: MLPKind = "experts" if index in self.expert_layers else "dense"
         if index in self.linear_layers:
-            return LayerDescription(index, False, None, "gated_delta_net", mlp)
+            kind = config.experimental_attention_variant
+            assert kind is not None, "a kind of layer is given"
+            return LayerDescription(index, False, None, kind, mlp)
         return LayerDescription(
             number=index,
             rotary=config.position_embedding_type == "rotary"

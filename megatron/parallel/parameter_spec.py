@@ -30,8 +30,8 @@ class Init(Enum):
     """Uniform in +- 1 / sqrt(k) for a kernel of k tokens."""
     DECAY_RATE = "log of uniform"
     """The logarithm of a uniform value from 0.01 to 16."""
-    TIME_STEP = "inverse softplus of log-uniform"
-    """A value whose softplus is log-uniform from 0.001 to 0.1."""
+    TIME_STEP = "time step"
+    """1, or a value whose softplus is log-uniform from 0.001 to 0.1."""
 
 
 @dataclass(frozen=True)
