@@ -7,6 +7,12 @@
 | head.weight                   | TABLE         | N(0, sigma)                  |
 | blocks.*.attention.sink       | VECTOR        | N(0, sigma)                  |
 | blocks.*.attention.qkv.weight | NORMAL        | N(0, sigma)                  |
+| *.attention.query.weight      | NORMAL        | N(0, sigma)                  |
+| *.attention.key.weight        | NORMAL        | N(0, sigma)                  |
+| *.attention.value.weight      | NORMAL        | N(0, sigma)                  |
+| *.attention.beta.weight       | NORMAL        | N(0, sigma)                  |
+| *.attention.alpha.weight      | NORMAL        | N(0, sigma)                  |
+| *.attention.gate.weight       | NORMAL        | N(0, sigma)                  |
 | blocks.*.mlp.up.weight        | NORMAL        | N(0, sigma)                  |
 | blocks.*.mlp.gate.weight      | NORMAL        | N(0, sigma)                  |
 | blocks.*.attention.out.weight | SCALED_NORMAL | N(0, sigma / sqrt(2 layers)) |
@@ -15,6 +21,9 @@
 | *.bias                        | ZERO          | 0                            |
 | *.activation.alpha_p          | XIELU_P       | log(exp(0.8) - 1)            |
 | *.activation.alpha_n          | XIELU_N       | log(exp(0.3) - 1)            |
+| *.attention.*_convolution     | CONVOLUTION   | U(-1, 1) / sqrt(kernel)      |
+| *.attention.A_log             | DECAY_RATE    | log U(0.01, 16)              |
+| *.attention.dt_bias           | TIME_STEP     | 1 or log(exp(10^U(-3,-1))-1) |
 
 sigma is `--init-method-std`. `--output-init-method-std` replaces sigma / sqrt(2 layers). With
 `--parametrization`, the deviations of NORMAL and SCALED_NORMAL are others, see `ModelShape`. A
@@ -32,11 +41,13 @@ import math
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import assert_never
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.config.model import ModelConfig
 from megatron.model.shape import ModelShape
 from megatron.parallel.parameter_spec import Init
 
@@ -50,6 +61,25 @@ _CONSTANTS = {
     Init.XIELU_N: math.log(math.expm1(0.3)),
 }
 """Value of each kind that is the same for all elements."""
+
+
+def _draw_time_steps(uniform: Tensor, config: ModelConfig) -> Tensor:
+    match config.linear_time_step:
+        case "one":
+            return torch.ones_like(uniform)
+        case "log-uniform":
+            # The inverse of softplus.
+            return (10 ** (2 * uniform - 3)).expm1().log()
+        case _:
+            assert_never(config.linear_time_step)
+
+
+_TRANSFORMS: dict[Init, Callable[[Tensor, ModelConfig], Tensor]] = {
+    Init.CONVOLUTION: lambda u, config: (2 * u - 1) / math.sqrt(config.linear_conv_kernel_dim),
+    Init.DECAY_RATE: lambda u, config: (0.01 + (16 - 0.01) * u).log(),
+    Init.TIME_STEP: _draw_time_steps,
+}
+"""Kind -> its values from uniform ones in (0, 1)."""
 Initialise = Callable[[str, Init, Tensor, tuple[int, ...], tuple[int, ...], ModelShape, int], None]
 """A function with the arguments of `initialise`."""
 
@@ -86,6 +116,11 @@ def initialise(
         Init.SCALED_NORMAL: shape.output_init_std,
     }
     values = draw_normal_slice(seed, name, global_shape, offset, tuple(local.shape))
+    if kind in _TRANSFORMS:
+        # The distribution function of normal values makes them uniform.
+        uniform = torch.special.ndtr(torch.from_numpy(values).double())
+        local.copy_(_TRANSFORMS[kind](uniform, shape.config))
+        return
     # Scaled in fp32 before the copy, which rounds to the dtype of the shard.
     local.copy_(torch.from_numpy(values).mul_(deviations[kind]))
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.config.fields import ConfigWithOrigin, all_fields
-from megatron.config.layer_choice import choose_layers, find_expert_layers
+from megatron.config.layer_choice import choose_layers, find_expert_layers, find_linear_layers
 from megatron.config.optimizer import list_states
 from megatron.config.tree import Config
 from megatron.plan.rules.finding import Finding, error, warning
@@ -120,6 +120,7 @@ COUNTS = (
     *("parallel.hsdp_shard_size", "parallel.expert_model_parallel_size"),
     *("model.moe_router_topk", "model.moe_ffn_hidden_size", "model.moe_router_num_groups"),
     *("model.moe_router_group_topk", "model.moe_shared_expert_intermediate_size"),
+    *("model.linear_num_key_heads", "model.linear_num_value_heads"),
     *("tokenizer.vocab_size", "tokenizer.pad_vocab_size_to"),
     "tokenizer.make_vocab_size_divisible_by",
     *("curriculum.curriculum_min_difficulty", "curriculum.curriculum_max_difficulty"),
@@ -145,6 +146,11 @@ def replace_wrong_values(asked: ConfigWithOrigin) -> ConfigWithOrigin:
                 choose_layers(asked[name], config.model.num_layers)
         except ValueError:
             config = _replace_field(config, name, None)
+    return ConfigWithOrigin(_replace_frequencies(config, asked), asked.origin)
+
+
+def _replace_frequencies(config: Config, asked: ConfigWithOrigin) -> Config:
+    """Return the configuration with readable choices of experts and of gated delta nets."""
     experts = "model.num_experts"
     if asked[experts] is not None and not all_fields()[experts].range.contains(asked[experts]):
         config = _replace_field(config, experts, None)
@@ -153,7 +159,13 @@ def replace_wrong_values(asked: ConfigWithOrigin) -> ConfigWithOrigin:
             find_expert_layers(config.model.moe_layer_freq, config.model.num_layers)
     except ValueError:
         config = _replace_field(config, "model.moe_layer_freq", "1")
-    return ConfigWithOrigin(config, asked.origin)
+    frequency = config.model.linear_attention_freq
+    try:
+        if frequency is not None:
+            find_linear_layers(frequency, config.model.num_layers)
+    except ValueError:
+        config = _replace_field(config, "model.linear_attention_freq", None)
+    return config
 
 
 def _replace_field(config: Config, dotted: str, value: Any) -> Config:
