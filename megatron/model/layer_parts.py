@@ -243,8 +243,9 @@ def _list_gated_delta_net(shape: ModelShape, tensor_size: int, rank: int) -> Spe
             name, size, config.hidden_size, Init.NORMAL, bias=False, shard_dim=0
         )
     for name in ("query", "key", "value"):
-        size = rows[name], config.linear_conv_kernel_dim
-        specs[f"{name}_convolution"] = ParameterSpec(size, Init.CONVOLUTION, False, shard_dim=0)
+        specs[f"{name}_convolution"] = ParameterSpec(
+            (rows[name], config.linear_conv_kernel_dim), Init.CONVOLUTION, decays=False, shard_dim=0
+        )
     specs["A_log"] = make_vector_spec(heads, Init.DECAY_RATE, shard_dim=0)
     specs["dt_bias"] = make_vector_spec(heads, Init.TIME_STEP, shard_dim=0)
     specs["norm.weight"] = make_vector_spec(config.linear_value_head_dim, Init.ONE)

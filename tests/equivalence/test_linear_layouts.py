@@ -119,12 +119,14 @@ def train_in_fp64(cases: Sequence[str]) -> Any:
 
     narrow, convert, dtypes = torch.float32, torch.Tensor.float, dict(optimizer.MOMENT_DTYPES)
     torch.set_default_dtype(torch.float64)
-    torch.float32, torch.Tensor.float = torch.float64, torch.Tensor.double
+    torch.float32 = torch.float64
+    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
     optimizer.MOMENT_DTYPES["fp32"] = torch.float64
     try:
         return train_cases(cases)
     finally:
-        torch.float32, torch.Tensor.float = narrow, convert
+        torch.float32 = narrow
+        torch.Tensor.float = convert  # type: ignore[method-assign]
         torch.set_default_dtype(narrow)
         optimizer.MOMENT_DTYPES.update(dtypes)
 

@@ -1,6 +1,6 @@
 """Rules about the shape of the model."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from megatron.config.fields import ConfigWithOrigin
 from megatron.config.layer_choice import choose_layers, find_linear_layers
@@ -9,7 +9,7 @@ from megatron.model.layer_parts import NORMS, get_activation
 from megatron.model.shape import ModelShape
 from megatron.plan.rules.finding import Finding, PlanContext, error, warning
 
-LAYER_CHOICES = {
+LAYER_CHOICES: dict[str, Callable[[str, int], frozenset[int]]] = {
     "model.no_rope_layers": choose_layers,
     "model.full_attention_layers": choose_layers,
     "model.linear_attention_freq": find_linear_layers,
