@@ -28,9 +28,12 @@ from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.torch_private import foreach_copy_
-from megatron.plan.kernel_choice import find_shortest_recorded, runs_eager_passes
+from megatron.plan.kernel_choice import runs_eager_passes
 from megatron.plan.run_plan import Plan
+from megatron.schedule.curriculum import Curriculum
 
+_LENGTHS = 8
+"""The number of sequence lengths of a curriculum that get graphs."""
 _TENSORS = (
     "tokens",
     "labels",
@@ -340,6 +343,18 @@ def _make_positions(model: GPT, inputs: Inputs) -> object:
     # Without FSDP2, parameters have the dtype of the computation.
     dtype = next(model.parameters()).dtype
     return model.position_tables.make_positions(inputs.take_own(model.context), dtype)
+
+
+def find_shortest_recorded(curriculum: Curriculum | None, first: int, last: int) -> int:
+    """Return the shortest sequence length that gets graphs, of iterations `first` to `last`.
+
+    A recording costs about a step. A curriculum may have hundreds of lengths, and most tokens are
+    in the longest samples.
+    """
+    if curriculum is None:
+        return 0
+    lengths = sorted({length for _, length in curriculum.iterate_stages(first, last)})
+    return lengths[-_LENGTHS:][0]
 
 
 def capture_microbatches(
