@@ -18,7 +18,8 @@ from faults.launches import BOUND_SECONDS, ERROR, Launch, NewJob, loaded_line, s
 ROOT = Path(__file__).resolve().parents[2]
 
 LIMIT_SECONDS = 15.0
-LIMIT = f"--distributed-timeout-minutes {LIMIT_SECONDS / 60}"
+# The watchdog would name the rank too, before the roll call.
+LIMIT = f"--hang-timeout off --distributed-timeout-minutes {LIMIT_SECONDS / 60}"
 GRID = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 2"
 ENDLESS = "--train-iters 1000000"
 LOST = 1
