@@ -28,8 +28,8 @@ SLOWEST_FACTOR = 3.0
 slowest one so far."""
 PART_SECONDS = 20.0
 """What a part of a step may take in addition: a microbatch, a reduction, an optimizer."""
-PHASE_SECONDS = 120.0
-"""What everything else may take in addition. It may wait for a file system."""
+PHASE_SECONDS = 300.0
+"""What everything else may take in addition. A file system may not answer for minutes."""
 FIRST_SECONDS = 1800.0
 """What the first one of a kind may take, and a compilation."""
 
@@ -46,6 +46,8 @@ class Phase:
     """Whether it has a limit at all."""
     in_threads: bool = False
     """Whether a thread works on files while the main threads of all ranks wait together."""
+    stage: str = ""
+    """What distinguishes it from other phases with the same name, which may be shorter."""
 
     @property
     def is_step(self) -> bool:
@@ -54,8 +56,8 @@ class Phase:
 
     @property
     def kind(self) -> str:
-        """The name without numbers, which phases have that do the same."""
-        return _NUMBER.sub("", self.name)
+        """The name without numbers, and the stage. Phases that do the same have the same kind."""
+        return _NUMBER.sub("", self.name) + self.stage
 
     @property
     def factor(self) -> float:
@@ -96,9 +98,12 @@ class RankProgress:
         """The part of a step that computes, such as "microbatch 3". Empty between such parts."""
         self.marks = 0
         """Number of changes of the phase or the part."""
-        self.completed: set[str] = set()
-        """Kinds of phases that were entered and left."""
-        self._seen: set[str] = set()
+        self.completed: dict[str, float] = {}
+        """Kind of a phase that was entered and left -> seconds of its longest work in a thread.
+
+        That work may have started before the phase."""
+        self._seen: dict[str, int] = {}
+        """Kind of a step -> its largest size so far."""
         self.stop_signal = 0
         """The signal to stop that this rank has received, or 0."""
         self.may_stop = True
@@ -123,15 +128,16 @@ class RankProgress:
         self.may_stop = True
         self._change(_START)
 
-    def begin_step(self, kind: str, number: int) -> None:
+    def begin_step(self, kind: str, number: int, size: int = 0) -> None:
         """Begin a step, which lasts until the next one. The first of its kind may take long.
 
         Args:
             kind: What the step does, such as "training iteration".
             number: Its number.
+            size: Its tokens. A step that is larger than all before it counts as a first one.
         """
-        self._change(Phase(f"{kind} {number}", is_repeated=kind in self._seen))
-        self._seen.add(kind)
+        self._change(Phase(f"{kind} {number}", is_repeated=size <= self._seen.get(kind, -1)))
+        self._seen[kind] = max(size, self._seen.get(kind, 0))
 
     def begin_part(self, part: str) -> None:
         """Begin a part of the present phase, which lasts until the next part or phase.
@@ -152,7 +158,7 @@ class RankProgress:
         with self.return_after():
             self._change(phase)
             yield
-            self.completed.add(phase.kind)
+            self.completed.setdefault(phase.kind, 0.0)
 
     @contextmanager
     def return_after(self) -> Iterator[None]:

@@ -43,6 +43,8 @@ class Work(Generic[Result]):
     def __init__(self, act: Callable[[], Result], *, in_thread: bool) -> None:
         """Call `act`, in a thread or at once. The error that it raises is stored, not raised."""
         self._act = act
+        self.seconds = 0.0
+        """How long the call took."""
         self.result: Result | None = None
         """What the call returned. None until it is done, and if it raised."""
         self.error: BaseException | None = None
@@ -55,12 +57,14 @@ class Work(Generic[Result]):
             self._run()
 
     def _run(self) -> None:
+        start = time.monotonic()
         try:
             self.result = self._act()
         except BaseException as error:
             # The owner raises it again when all ranks have agreed on the outcome. An error that
             # ended the thread would only be printed.
             self.error = error
+        self.seconds = time.monotonic() - start
 
     @property
     def done(self) -> bool:
@@ -172,6 +176,7 @@ class Ranks:
         *,
         until_failure: bool = False,
         is_repeated: bool = False,
+        stage: str = "",
     ) -> None:
         """Wait until the work of all ranks is done, in rounds of short collectives.
 
@@ -184,13 +189,17 @@ class Ranks:
             log: Called with a message if it takes long.
             until_failure: Return as soon as this rank's own work has failed.
             is_repeated: See `Phase`.
+            stage: See `Phase`.
 
         Raises:
             CheckpointError: On every rank, if a rank needs longer than PATIENCE_SECONDS. The
                 message names it.
         """
-        with self.progress.enter(Phase(what, is_repeated, in_threads=True)):
+        phase = Phase(what, is_repeated, in_threads=True, stage=stage)
+        with self.progress.enter(phase):
             self._wait_in_rounds(work, what, log, until_failure=until_failure)
+        completed = self.progress.completed
+        completed[phase.kind] = max(work.seconds, completed[phase.kind])
 
     def check_stop(self) -> None:
         """Stop on all ranks if one of them has received a signal. All ranks call it together.

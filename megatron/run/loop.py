@@ -133,7 +133,9 @@ def train_until_stop(run: Run) -> StopReason:
     while run.stop == StopReason.NONE and not is_finished(plan, state):
         before = state.iteration
         run.mesh.progress.iteration = before + 1
-        run.mesh.progress.begin_step(TRAINING, before + 1)
+        batch_size = plan.batch_size.get_size(state.consumed_samples, state.consumed_tokens)
+        tokens = batch_size * plan.get_seq_length(before + 1)
+        run.mesh.progress.begin_step(TRAINING, before + 1, tokens)
         # A skipped range counts as one step of the loop, but passes several iterations. Everything
         # below that is due at an interval is therefore given `before` as well.
         skipped = find_range(plan.skip_ranges, state.iteration + 1)
@@ -147,7 +149,8 @@ def train_until_stop(run: Run) -> StopReason:
             return StopReason.SIGNAL
         announce_phase(run)
         if skipped is not None:
-            with run.step_clock.pause():
+            phase = Phase("the skip of iterations")
+            with run.step_clock.pause(), run.mesh.progress.enter(phase):
                 skip_range(run, skipped)
         else:
             with run.profiling.record(before + 1):

@@ -1,5 +1,7 @@
 """Tests of the limits of phases, and of the comparison of the ranks after a hang."""
 
+import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,16 @@ from megatron.extras.watch.watchdog.watchdog import (
     Stopwatch,
     find_last_collectives,
 )
-from megatron.parallel.rank_progress import LONG_FACTOR, Phase, RankProgress, RankState, TimeLimit
+from megatron.parallel.rank_progress import (
+    FIRST_SECONDS,
+    LONG_FACTOR,
+    PHASE_SECONDS,
+    Phase,
+    RankProgress,
+    RankState,
+    TimeLimit,
+)
+from megatron.parallel.ranks import Ranks, Work
 
 LIMIT = 10.0
 TICK = 0.25
@@ -256,7 +267,41 @@ def test_limit_of_a_save_follows_the_slowest_one_so_far() -> None:
                 stopwatch.tick(now)
             limits.append(stopwatch.limit)
     assert limits[0] == 1800
-    assert limits[1] == limits[2] == pytest.approx(210, abs=3 * TICK)
+    assert limits[1] == limits[2] == pytest.approx(390, abs=3 * TICK)
+
+
+def test_stages_of_a_save_and_asynchronous_writes_have_their_own_limits() -> None:
+    """A short stage says nothing about a long one, and an asynchronous write began before."""
+    ranks = Ranks()
+    limits = []
+
+    def save(iteration: int) -> None:
+        for stage, seconds in (("WRITE", 0.3), ("PUBLISH", 0.0)):
+            work = Work(functools.partial(time.sleep, seconds), in_thread=True)
+            # Training goes on meanwhile, and does not wait long for the rest.
+            work.wait()
+            ranks.wait_for(work, f"saving iteration {iteration}", stage=stage)
+            phase = Phase(f"saving iteration {iteration}", stage=stage)
+            with ranks.progress.enter(phase):
+                limits.append(Stopwatch(ranks.progress, None, TICK).limit)
+
+    with ranks.progress.enter(Phase("saving iteration 1", stage="WRITE")):
+        assert Stopwatch(ranks.progress, None, TICK).limit == FIRST_SECONDS
+    with ranks.progress.enter(Phase("saving iteration 1", stage="PUBLISH")):
+        assert Stopwatch(ranks.progress, None, TICK).limit == FIRST_SECONDS
+    save(1)
+    assert limits[0] == pytest.approx(PHASE_SECONDS + 0.9, abs=0.5)
+    assert limits[1] < limits[0]
+
+
+def test_larger_step_may_take_as_long_as_a_first_one() -> None:
+    progress = RankProgress()
+    limits = []
+    for number, tokens in enumerate((100, 100, 1600, 1600, 100, 3200)):
+        progress.begin_step("training iteration", number, tokens)
+        progress.begin_part("microbatch 1")
+        limits.append(Stopwatch(progress, None, TICK).limit)
+    assert [limit == FIRST_SECONDS for limit in limits] == [True, False, True, False, False, True]
 
 
 def test_longer_limit_of_another_rank_holds_for_the_present_part_only() -> None:

@@ -64,6 +64,8 @@ class Stopwatch:
         """Seconds for which the phase or part has lasted."""
         self.limit = 0.0
         """Seconds that it may take."""
+        self.silent_limit = 0.0
+        """Seconds that it may take if a rank publishes nothing."""
         self._begin()
 
     def tick(self, now: float) -> None:
@@ -107,11 +109,14 @@ class Stopwatch:
         """Number of changes of the phase before it."""
         self.phase = self._progress.phase
         self._part = self._progress.part
-        self._kind = f"{self.phase.kind}, {self._part.rstrip('0123456789')}"
+        # A GPU works behind the program. In which part the program waits for it may change.
+        self._kind = f"{self.phase.kind}, {'a part' if self._part else ''}"
         self._iteration = self._progress.iteration
         self._first = self._first or self._iteration
         self.seconds = 0.0
-        self.limit = self._find_limit()
+        self.silent_limit = self.limit = self._find_limit()
+        if self._hang_timeout is None and self.phase.is_repeated:
+            self.silent_limit = min(self.limit, self._add_slowest(PART_SECONDS))
 
     def _find_limit(self) -> float:
         phase = self.phase
@@ -121,9 +126,13 @@ class Stopwatch:
             return math.inf
         if not phase.is_repeated and phase.kind not in self._progress.completed:
             return FIRST_SECONDS
+        return self._add_slowest(PART_SECONDS if self._part else PHASE_SECONDS)
+
+    def _add_slowest(self, seconds: float) -> float:
         slowest = max(self._slowest.get(self._kind, {}).values(), default=0.0)
-        base = PART_SECONDS if self._part else PHASE_SECONDS
-        return SLOWEST_FACTOR * slowest + base
+        # Work in a thread may have started before the phase.
+        slowest = max(slowest, self._progress.completed.get(self.phase.kind, 0.0))
+        return SLOWEST_FACTOR * slowest + seconds
 
     def _record(self) -> None:
         """Remember how long the phase has taken, if it took longer than others."""

@@ -48,6 +48,7 @@ from megatron.parallel.roll_call import (
     BEAT_SECONDS,
     CALLED,
     FINISHED,
+    SHOWN,
     Found,
     RollCall,
     call_in_thread,
@@ -294,7 +295,7 @@ class Watchdog(RollCall):
             return False
         patience = _BEATS * self._spacing
         # With nccl, torch ends the process after this time-out, without a name.
-        first = min(watch.limit, 0.9 * self._limit.collective.total_seconds())
+        first = min(watch.silent_limit, 0.9 * self._limit.collective.total_seconds())
         number = watch.number
         for limit in (first, watch.limit, 2 * watch.limit):
             asked = (number, limit)
@@ -325,8 +326,12 @@ class Watchdog(RollCall):
         key = f"asked/{self._progress.iteration}/{watch.phase.name}/{warns}/{watch.limit:.0f}"
         if self._store.add(key, 1) > 1:
             time.sleep(1.5 * patience)
-            if self._store.check([f"{key}/limit"]):
-                watch.extend(number, parse_seconds(self._store.get(f"{key}/limit")))
+            end = time.monotonic() + 2 * patience
+            while not self._store.check([f"{key}/limit"]):
+                if time.monotonic() > end:
+                    return
+                time.sleep(self._spacing)
+            watch.extend(number, parse_seconds(self._store.get(f"{key}/limit")))
             return
         before = self._read_all_beats()
         time.sleep(patience)
@@ -346,17 +351,27 @@ class Watchdog(RollCall):
             return
         if is_complete and watch.seconds + patience < limit:
             return
-        lines = [self._describe_missing(rank) for rank in after if rank not in live]
+        # Ranks in parts with other limits ask as well.
+        if self._store.add(f"warned/{self._progress.iteration}/{watch.phase.kind}", 1) > 1:
+            return
+        missing = [rank for rank in range(len(self._names)) if rank not in live]
+        lines = [self._describe_missing(rank) for rank in missing[:SHOWN]]
         lines += describe_states(live, self._names, with_odd=is_complete)
         print_line(
             f"warning: {watch.name} has taken {watch.seconds:.0f} s; the limit of --hang-timeout "
-            f"auto is {watch.limit:.0f} s, and the run ends after twice that time:\n  "
-            + "\n  ".join(lines)
+            f"auto is {watch.limit:.0f} s, and the run ends after twice that time, or when a "
+            "collective times out:\n  " + "\n  ".join(lines)
         )
 
     def _read_all_beats(self) -> dict[int, RankState]:
-        for rank in range(len(self._names)):
-            self._read_beat(self._store, rank)
+        keys = [_make_beat_key(rank) for rank in range(len(self._names))]
+        # One request in place of two for each rank. It would wait for a key that is not there.
+        if self._store.check(keys):
+            states = map(parse_state, self._store.multi_get(keys))
+            self._beats |= {rank: state for rank, state in enumerate(states) if state is not None}
+        else:
+            for rank in range(len(keys)):
+                self._read_beat(self._store, rank)
         return dict(self._beats)
 
     def _follow(self, store: dist.Store) -> None:
@@ -479,10 +494,13 @@ class Watchdog(RollCall):
             return text
         # The clocks of two hosts may differ by a little.
         age = max(0.0, time.time() - beat.published)
-        text = f"{text}; {age:.0f} s ago, it was at {beat.at} in {beat.phase}"
         if beat.phase == self._progress.phase.name:
-            return text
-        return f"{text}, but others are in {self._progress.phase.name}, so it may have gone on"
+            return f"{text}; {age:.0f} s ago, it was at {beat.at} in {beat.phase}"
+        # It may have gone on since, so its old line would mislead.
+        return (
+            f"{text}; {age:.0f} s ago, it was in {beat.phase}, and others are in "
+            f"{self._progress.phase.name} now"
+        )
 
     def _find_hosts(self, found: Found) -> list[str]:
         """Return the hosts of the ranks that the others wait for, each once.
