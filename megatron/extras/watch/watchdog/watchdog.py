@@ -494,13 +494,10 @@ class Watchdog(RollCall):
             return text
         # The clocks of two hosts may differ by a little.
         age = max(0.0, time.time() - beat.published)
+        text = f"{text}; {age:.0f} s ago, it was at {beat.at} in {beat.phase}"
         if beat.phase == self._progress.phase.name:
-            return f"{text}; {age:.0f} s ago, it was at {beat.at} in {beat.phase}"
-        # It may have gone on since, so its old line would mislead.
-        return (
-            f"{text}; {age:.0f} s ago, it was in {beat.phase}, and others are in "
-            f"{self._progress.phase.name} now"
-        )
+            return text
+        return f"{text}, but others are in {self._progress.phase.name}, so it may have gone on"
 
     def _find_hosts(self, found: Found) -> list[str]:
         """Return the hosts of the ranks that the others wait for, each once.
