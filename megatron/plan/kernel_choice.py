@@ -35,6 +35,9 @@ def find_graph_obstacle(plan: Plan) -> str | None:
         "the stages of a pipeline send messages": plan.pipeline_size > 1,
         "several ranks share the weights, which FSDP2 gathers": plan.weight_ranks > 1,
         "each expert gets another number of tokens": config.model.num_experts is not None,
+        "gated delta nets were not recorded": (
+            config.model.experimental_attention_variant is not None
+        ),
         "the number of documents differs": config.data.reset_attention_mask,
         "--checkpoint-in-cpu copies to host memory": config.recompute.checkpoint_in_cpu,
     }
