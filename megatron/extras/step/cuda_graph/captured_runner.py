@@ -27,6 +27,7 @@ from megatron.extras.step.cuda_graph.graph_recorder import GraphRecorder, Record
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.rank_progress import Phase
 from megatron.parallel.torch_private import foreach_copy_
 from megatron.plan.kernel_choice import runs_eager_passes
 from megatron.plan.run_plan import Plan
@@ -131,7 +132,10 @@ class CapturedRunner:
             self._needs_gradients &= not adds
             return self._run_eagerly(inputs, factor)
         # This is the second step with these sizes, or a later one.
-        if not self._prepare_graphs(inputs, wanted):
+        if not is_recorded:
+            with self._eager.progress.enter(Phase("the recording of graphs")):
+                is_recorded = self._prepare_graphs(inputs, wanted)
+        if not is_recorded:
             return self._run_eagerly(inputs, factor)
         assert self._graphs is not None, "graphs were prepared"
         return self._graphs.repeat(inputs, factor)
@@ -288,6 +292,7 @@ class _Graphs:
 
     def repeat(self, inputs: Sequence[Inputs], factor: float | Tensor) -> Tensor:
         """Repeat the graphs for the microbatches of a step, and return the mean loss."""
+        self._eager.progress.begin_part("repeated graphs")
         # The engine has dropped its references at the end of the last step.
         self._set_gradients(self.gradients)
         # The loss scale may have changed, and the graph reads the factor from its memory.
