@@ -124,6 +124,7 @@ def test_spare_node_replaces_a_lost_one(tiny: TinyRun) -> None:
         EXIT_INTERVAL="100000",
     )
     tiny.wait_for_line(SAVED, 1)
+    tiny.wait_for_line("the spare node n3 has read the environment and 1 files of the index")
     tiny.cluster.run("scontrol", "update", "nodename=n2", "state=down", "reason=test")
     tiny.wait_for_line("successfully loaded checkpoint")
     assert tiny.pids(job, "n3") != []
