@@ -69,6 +69,8 @@ def convolve(
     if before is None:
         before = x.new_zeros(kernel - 1, *x.shape[1:])
     tokens = torch.cat((before, x)).to(wide)
+    # torch's convolution cannot leave out the tokens of another document. So shifted tokens are
+    # added up, each with the weight of its distance.
     taps = weight.to(wide).unbind(1)
     out = x * taps[-1]
     for back in range(1, kernel):
@@ -139,6 +141,7 @@ def apply_delta_rule(
     solved = torch.linalg.solve_triangular(
         beta.unsqueeze(-1) * (key @ transposed) * decay, right, upper=False, unitriangular=True
     )
+    # What the tokens write if the state is 0, and what the state changes about it.
     own, of_state = solved.split((value.shape[-1], width), -1)
     written = (to_end.unsqueeze(-1) * key).transpose(-1, -2)
     if state is None:
@@ -147,6 +150,7 @@ def apply_delta_rule(
         now = state.to(wide).unflatten(1, grouped)
     states, news = [], []
     kept = from_state[..., -1]
+    # Only this loop goes from chunk to chunk. The rest is computed for all chunks at once.
     for chunk in range(own.shape[3]):
         new = own[..., chunk, :, :] - of_state[..., chunk, :, :] @ now
         states.append(now)
