@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megatron.config.interval import AT_LEAST_ONE, POSITIVE, PROBABILITY, Range
+from megatron.config.interval import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, PROBABILITY, Range
 
 PositionEmbedding = Literal["absolute", "rotary", "alibi"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
@@ -17,7 +17,7 @@ SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 Parametrization = Literal["standard", "mup", "completep"]
 AttentionVariant = Literal["gated_delta_net"]
 TimeStep = Literal["one", "log-uniform"]
-AttentionKind = Literal["dot_product", "gated_delta_net"]
+AttentionKind = Literal["dot_product", "latent", "gated_delta_net"]
 """Kinds of attention. A layer has one of them, whichever flags it follows from."""
 MLPKind = Literal["dense", "experts"]
 DROPOUT_STEPS = 1 << 16
@@ -195,6 +195,31 @@ class ModelConfig:
     moe_shared_expert_gate: bool = False
     """Multiply the output of the shared expert by a sigmoid of its input (Qwen 2 MoE)."""
 
+    multi_latent_attention: bool = False
+    """Compute keys and values from a small latent vector of each token, as in DeepSeek-V2
+    (https://arxiv.org/abs/2405.04434, section 2.1). Each head has keys of --qk-head-dim channels
+    without positions, and shares --qk-pos-emb-head-dim rotary ones with all others."""
+    q_lora_rank: Annotated[int | None, Range("[1, 1e9]")] = None
+    """Latent attention: width of the latent vector of queries. Default: queries are computed from
+    the residual stream."""
+    kv_lora_rank: Annotated[int, Range("[1, 1e9]")] = 32
+    """Latent attention: width of the latent vector of keys and values. DeepSeek-V3 has 512."""
+    qk_head_dim: Annotated[int, Range("[1, 1e9]")] = 128
+    """Latent attention: channels of a query and a key without positions. Hugging Face's
+    qk_nope_head_dim. Its qk_head_dim is the sum with the rotary channels."""
+    qk_pos_emb_head_dim: Annotated[int, Range("[1, 1e9]")] = 64
+    """Latent attention: rotary channels of a query and a key, an even number."""
+    v_head_dim: Annotated[int, Range("[1, 1e9]")] = 128
+    """Latent attention: channels of a value."""
+    latent_norm_epsilon: Annotated[float | None, POSITIVE] = None
+    """Latent attention: added to the mean square in the norms of latent vectors. Hugging Face's
+    classes have 1e-6 for any model. Default: --layernorm-epsilon."""
+    mscale: Annotated[float, NOT_NEGATIVE] = 1.0
+    """Latent attention with yarn: rotated queries and keys are multiplied by (0.1 m ln(factor) + 1)
+    / (0.1 a ln(factor) + 1) for this m, and a of --mscale-all-dim."""
+    mscale_all_dim: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Latent attention with yarn: logits are multiplied by the square of 0.1 a ln(factor) + 1 for
+    this a. DeepSeek-V3 has 1 for both."""
     experimental_attention_variant: AttentionVariant | None = None
     """What the layers of --linear-attention-freq have in place of attention. gated_delta_net: a
     recurrent state of fixed size (https://arxiv.org/abs/2412.06464), as in Qwen3-Next and

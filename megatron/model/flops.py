@@ -75,7 +75,7 @@ def _list_specs(
     shape: ModelShape, tensor_size: int = 1, mlp: MLPKind = "dense"
 ) -> tuple[ParameterSpec, ...]:
     """Return the parameters of a layer with this kind of MLP."""
-    layer = LayerDescription(0, rotary=False, window=None, mlp=mlp)
+    layer = LayerDescription(0, False, None, shape.attention, mlp)
     return tuple(list_layer_parameters(shape, layer, tensor_size).values())
 
 

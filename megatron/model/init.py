@@ -13,6 +13,9 @@
 | *.attention.beta.weight       | NORMAL        | N(0, sigma)                  |
 | *.attention.alpha.weight      | NORMAL        | N(0, sigma)                  |
 | *.attention.gate.weight       | NORMAL        | N(0, sigma)                  |
+| *.attention.query_down.weight | NORMAL        | N(0, sigma)                  |
+| *.attention.latent_down.weight | NORMAL       | N(0, sigma)                  |
+| *.attention.latent_up.weight  | NORMAL        | N(0, sigma)                  |
 | blocks.*.mlp.up.weight        | NORMAL        | N(0, sigma)                  |
 | blocks.*.mlp.gate.weight      | NORMAL        | N(0, sigma)                  |
 | blocks.*.attention.out.weight | SCALED_NORMAL | N(0, sigma / sqrt(2 layers)) |

@@ -220,9 +220,38 @@ def _list_dot_product(shape: ModelShape, tensor_size: int, rank: int) -> Specs:
     )
 
 
-def _count_dot_product(shape: ModelShape) -> int:
-    # The score and the weighted value of a pair cost 2 q each.
-    return 4 * shape.config.num_attention_heads * shape.head_dim
+def _count_pair(shape: ModelShape) -> int:
+    # A channel of the score, or of the weighted value, costs 2 for each pair and head.
+    return 2 * shape.config.num_attention_heads * (shape.head_dim + shape.value_dim)
+
+
+def _list_latent(shape: ModelShape, tensor_size: int, rank: int) -> Specs:
+    """Return the parameters of latent attention.
+
+    Matrices that write latent vectors are on all tensor-parallel ranks, and those that read them
+    are sharded by heads. Each is a matrix of its own, so Muon updates it as it was published.
+    """
+    config = shape.config
+    heads = config.num_attention_heads
+    h, latent = config.hidden_size, config.kv_lora_rank
+    specs: Specs = {}
+    if config.q_lora_rank is not None:
+        specs["query_down.weight"] = make_matrix_spec(config.q_lora_rank, h, Init.NORMAL)
+        norm = list_norm_parameters(config, config.q_lora_rank)
+        specs |= {f"query_norm.{leaf}": spec for leaf, spec in norm.items()}
+    specs["query.weight"] = make_matrix_spec(
+        heads * shape.head_dim, config.q_lora_rank or h, Init.NORMAL, shard_dim=0
+    )
+    # The last rows are the key that all heads share.
+    rows = latent + config.qk_pos_emb_head_dim
+    specs["latent_down.weight"] = make_matrix_spec(rows, h, Init.NORMAL)
+    norm = list_norm_parameters(config, latent)
+    specs |= {f"latent_norm.{leaf}": spec for leaf, spec in norm.items()}
+    rows = heads * (config.qk_head_dim + shape.value_dim)
+    specs["latent_up.weight"] = make_matrix_spec(rows, latent, Init.NORMAL, shard_dim=0)
+    return specs | make_linear_specs(
+        "out", h, heads * shape.value_dim, Init.SCALED_NORMAL, bias=False, shard_dim=1
+    )
 
 
 def _list_gated_delta_net(shape: ModelShape, tensor_size: int, rank: int) -> Specs:
@@ -269,7 +298,8 @@ class AttentionRow:
 ATTENTIONS = Table(
     "attention",
     {
-        "dot_product": AttentionRow(_list_dot_product, _count_dot_product),
+        "dot_product": AttentionRow(_list_dot_product, _count_pair),
+        "latent": AttentionRow(_list_latent, _count_pair),
         # No token reads another one: the state has a fixed size.
         "gated_delta_net": AttentionRow(_list_gated_delta_net, lambda shape: 0),
     },

@@ -196,15 +196,25 @@ NORM_MODULES: Table[type[Norm]] = Table(
 """Value of --normalization -> its module."""
 
 
-def build_norm(config: ModelConfig, tp: TensorParallel) -> Norm:
-    """Build the norm that `--normalization` names, over the hidden size."""
-    return _build_norm(config, config.hidden_size, tp, make_replicated_outside_region)
+def build_norm(
+    config: ModelConfig,
+    tp: TensorParallel,
+    size: int | None = None,
+    eps: float | None = None,
+    make: MakeParameter = make_replicated_outside_region,
+) -> Norm:
+    """Build the norm that `--normalization` names.
 
-
-def _build_norm(config: ModelConfig, size: int, tp: TensorParallel, make: MakeParameter) -> Norm:
-    """Build the norm that `--normalization` names, over `size` channels."""
+    Args:
+        config: The architecture.
+        tp: The tensor-parallel ranks.
+        size: Its channels. Default: the hidden size.
+        eps: Added to the variance. Default: `--layernorm-epsilon`.
+        make: Makes the parameters.
+    """
     module = NORM_MODULES.require(config.normalization)
-    return module(size, config.layernorm_epsilon, tp, make, bias=config.norm_bias)
+    size = size or config.hidden_size
+    return module(size, eps or config.layernorm_epsilon, tp, make, bias=config.norm_bias)
 
 
 def build_query_key_norm(
@@ -221,7 +231,7 @@ def build_query_key_norm(
         return None
     if weight.is_sharded:
         return ShardedRMSNorm(weight, config.layernorm_epsilon, tp)
-    return _build_norm(config, weight.shape[0], tp, make_replicated_inside_region)
+    return build_norm(config, tp, weight.shape[0], make=make_replicated_inside_region)
 
 
 def describe_norm(config: ModelConfig, device_type: str) -> tuple[str, str]:

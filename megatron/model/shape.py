@@ -43,8 +43,17 @@ class ModelShape:
 
     @property
     def head_dim(self) -> int:
-        """Width d of one attention head."""
+        """Width d of a query and of a key of an attention head."""
+        if self.config.multi_latent_attention:
+            return self.config.qk_head_dim + self.config.qk_pos_emb_head_dim
         return self.config.kv_channels or self.config.hidden_size // self.config.num_attention_heads
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value of an attention head."""
+        if self.config.multi_latent_attention:
+            return self.config.v_head_dim
+        return self.head_dim
 
     @property
     def query_groups(self) -> int:
@@ -117,6 +126,8 @@ class ModelShape:
         """Channels of a head that are rotated, 0 without rotary positions."""
         if self.config.position_embedding_type != "rotary":
             return 0
+        if self.config.multi_latent_attention:
+            return self.config.qk_pos_emb_head_dim
         return int(self.head_dim * self.config.rotary_percent)
 
     @property
@@ -130,7 +141,28 @@ class ModelShape:
             return 1.0
         if config.rope_attention_factor is not None:
             return config.rope_attention_factor
-        return 0.1 * math.log(max(1.0, config.rope_scaling_factor)) + 1.0
+        if not config.multi_latent_attention:
+            return self._scale_by_yarn(1.0)
+        return self._scale_by_yarn(config.mscale) / self._scale_by_yarn(config.mscale_all_dim)
+
+    @property
+    def latent_logit_factor(self) -> float:
+        """Factor on the logits of latent attention, 1 without YaRN.
+
+        Source: DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 4.3, and its configuration.
+        """
+        if self.config.rope_scaling != "yarn":
+            return 1.0
+        return self._scale_by_yarn(self.config.mscale_all_dim) ** 2
+
+    def _scale_by_yarn(self, factor: float) -> float:
+        """Return 0.1 x factor x ln(divisor of the frequencies) + 1."""
+        return 0.1 * factor * math.log(max(1.0, self.config.rope_scaling_factor)) + 1.0
+
+    @property
+    def attention(self) -> AttentionKind:
+        """The kind of the layers that have attention."""
+        return "latent" if self.config.multi_latent_attention else "dot_product"
 
     def describe_layer(self, index: int) -> LayerDescription:
         """Return the description of layer number `index` of the complete model, from 0."""
@@ -147,6 +179,7 @@ class ModelShape:
             window=None
             if index in _choose_layers(config.full_attention_layers, config.num_layers)
             else config.sliding_window,
+            attention=self.attention,
             mlp=mlp,
         )
 

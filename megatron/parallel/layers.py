@@ -104,6 +104,24 @@ class ColumnParallelLinear(nn.Module):
         return out
 
 
+class ReplicatedLinear(nn.Module):
+    """Y = X A, with all of A on each rank, outside of the tensor-parallel region.
+
+    With sequence parallelism, a rank multiplies its slice of the sequence. Otherwise all ranks
+    compute the same.
+    """
+
+    def __init__(self, specs: Specs, name: str, tp: TensorParallel) -> None:
+        """Create the weight of the layer `name`."""
+        super().__init__()
+        self.weight = make_replicated_outside_region(specs[f"{name}.weight"], tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [s, b, in] to [s, b, out], or [s/t, b, in] to [s/t, b, out]."""
+        (out,) = apply_entered_linears(x, [(self.weight, None)], ALONE)
+        return trim_columns(out, self.weight.shape[0])
+
+
 class SharedGroupsLinear(nn.Module):
     """The projection to queries, keys and values if there are fewer query groups than ranks.
 

@@ -20,6 +20,7 @@ from megatron.plan.rules import (
     data,
     experts,
     kernels,
+    latent_attention,
     layout,
     linear_attention,
     model,
@@ -99,6 +100,7 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     if_given(model.check_query_key_norm, "model.qk_norm"),
     if_given(model.check_sinks, "model.softmax_type"),
     if_given(model.check_parametrization, "model.parametrization"),
+    if_given(latent_attention.check_latent_attention, latent_attention.LATENT),
     if_given(linear_attention.check_linear_attention, linear_attention.VARIANT),
     if_given(experts.check_experts, experts.NUMBER),
     if_given(model.check_positions_cover_sequence, "model.max_position_embeddings"),
@@ -177,6 +179,10 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     if_given(kernels.check_float8, "precision.fp8_format"),
     # Warnings.
     no_effect_without(experts.NUMBER, "", *experts.FIELDS),
+    no_effect_without(
+        latent_attention.LATENT, "", *latent_attention.WIDTHS, *latent_attention.SCALES
+    ),
+    no_effect_unless(_SCALING, ("yarn",), *latent_attention.SCALES),
     no_effect_without(linear_attention.VARIANT, "", *_list_fields("model.linear_")),
     if_given(experts.warn_about_balance, experts.NUMBER),
     if_given(

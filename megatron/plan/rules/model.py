@@ -37,7 +37,8 @@ def check_heads_divide_hidden_size(settings: ConfigWithOrigin) -> Iterator[Findi
     # `check_ranges` reports this value. Here it would be a division by zero.
     if model.num_attention_heads < 1:
         return
-    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+    derived = model.kv_channels is None and not model.multi_latent_attention
+    if derived and model.hidden_size % model.num_attention_heads:
         yield error(
             f"{settings.describe('model.num_attention_heads')} must divide "
             f"{settings.describe('model.hidden_size')}; change one, or set the width of a head "
@@ -65,6 +66,7 @@ def check_rotary_dim_is_even(settings: ConfigWithOrigin) -> Iterator[Finding]:
         # Values outside their range are reported by `check_ranges`. The arithmetic below needs
         # valid ones.
         model.position_embedding_type != "rotary"
+        or model.multi_latent_attention
         or model.num_attention_heads < 1
         or not 0 < model.rotary_percent <= 1
     ):

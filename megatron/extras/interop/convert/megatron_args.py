@@ -270,6 +270,12 @@ def load_run_config(run: SavedRun, vocab_size: int) -> tuple[LoadedConfig, list[
     Raises:
         ConfigError: a setting is not possible here.
     """
+    if run.args.get("multi_latent_attention"):
+        raise ConfigError(
+            "the arguments of the checkpoint are not possible here: tensors of "
+            "--multi-latent-attention are not read from Megatron's checkpoints; import the model "
+            "in Hugging Face's format"
+        )
     words, used = _write_words(run.args)
     # Megatron averages the means of the microbatches, unless an argument changes it.
     words = ["--loss-mean", "microbatch", *words]

@@ -54,6 +54,7 @@ PARAMETERS = {
     "attention.out.bias": _ZERO,
     "attention.sink": ReferenceParameter("vector"),
     **{f"attention.{part}.weight": _MATRIX for part in ("query", "key", "value", "beta", "alpha")},
+    **{f"attention.{part}.weight": _MATRIX for part in ("query_down", "latent_down", "latent_up")},
     "_convolution": ReferenceParameter("kernel"),
     "attention.A_log": ReferenceParameter("rate"),
     "attention.dt_bias": ReferenceParameter("step"),
