@@ -46,6 +46,10 @@ class Widths:
     f: int
     q: int
     k: int
+    v: int
+    """Width of all values."""
+    context: int
+    """Width of what the attention core returns."""
     mlp_in: int
     """Outputs of the MLP's first linear layer: f, or 2f with a GLU."""
 
@@ -58,6 +62,8 @@ def get_widths(shape: ModelShape) -> Widths:
         f=f,
         q=shape.config.num_attention_heads * shape.head_dim,
         k=shape.query_groups * shape.head_dim,
+        v=shape.query_groups * shape.value_dim,
+        context=shape.config.num_attention_heads * shape.value_dim,
         mlp_in=f * (1 + get_activation(shape.config).gated),
     )
 
