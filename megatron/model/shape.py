@@ -4,11 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import assert_never
 
-from megatron.config.layer_choice import (
-    choose_layers,
-    find_expert_layers,
-    find_linear_layers,
-)
+from megatron.config.layer_choice import choose_layers, find_expert_layers, find_linear_layers
 from megatron.config.model import AttentionKind, MLPKind, ModelConfig
 
 
@@ -93,24 +89,6 @@ class ModelShape:
         return find_expert_layers(self.config.moe_layer_freq, self.config.num_layers)
 
     @property
-    def linear_layers(self) -> frozenset[int]:
-        """Numbers of the layers with a gated delta net in place of attention."""
-        frequency = self.config.linear_attention_freq
-        if self.config.experimental_attention_variant is None or frequency is None:
-            return frozenset()
-        return find_linear_layers(frequency, self.config.num_layers)
-
-    @property
-    def linear_key_width(self) -> int:
-        """Width of all queries, and of all keys, of a gated delta net."""
-        return self.config.linear_num_key_heads * self.config.linear_key_head_dim
-
-    @property
-    def linear_value_width(self) -> int:
-        """Width of all values of a gated delta net."""
-        return self.config.linear_num_value_heads * self.config.linear_value_head_dim
-
-    @property
     def position_table_size(self) -> int:
         """Rows of the table of learned positions, 0 without such a table."""
         match self.config.position_embedding_type:
@@ -168,10 +146,9 @@ class ModelShape:
         """Return the description of layer number `index` of the complete model, from 0."""
         config = self.config
         mlp: MLPKind = "experts" if index in self.expert_layers else "dense"
-        if index in self.linear_layers:
-            kind = config.experimental_attention_variant
-            assert kind is not None, "a kind of layer is given"
-            return LayerDescription(index, False, None, kind, mlp)
+        kind, frequency = config.experimental_attention_variant, config.linear_attention_freq
+        if kind and frequency and index in find_linear_layers(frequency, config.num_layers):
+            return LayerDescription(index, rotary=False, window=None, attention=kind, mlp=mlp)
         return LayerDescription(
             number=index,
             rotary=config.position_embedding_type == "rotary"
