@@ -13,6 +13,7 @@ QKNorm = Literal["head", "full"]
 NormPlacement = Literal["input", "output"]
 RopeScaling = Literal["linear", "llama3", "yarn"]
 RouterScore = Literal["softmax", "sigmoid"]
+GroupScore = Literal["sum", "max"]
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 Parametrization = Literal["standard", "mup", "completep"]
 AttentionVariant = Literal["gated_delta_net"]
@@ -185,8 +186,10 @@ class ModelConfig:
     """Divide the experts into this many groups. A token uses only experts of its best groups.
     Default: no groups."""
     moe_router_group_topk: Annotated[int | None, AT_LEAST_ONE] = None
-    """Groups that a token may use. A group is as good as the sum of its best experts, of which
-    there are --moe-router-topk / this number."""
+    """Groups that a token may use. See --moe-router-group-score."""
+    moe_router_group_score: GroupScore = "sum"
+    """How good a group is. sum: as its best experts together, of which there are --moe-router-topk
+    / --moe-router-group-topk (DeepSeek-V3). max: as its best expert (DeepSeek-V2)."""
     moe_router_enable_expert_bias: bool = False
     """Balance the experts by a bias on the scores that choose them, which is no part of their
     weights (https://arxiv.org/abs/2408.15664). Needs sigmoid."""

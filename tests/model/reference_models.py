@@ -153,6 +153,8 @@ class Family:
             return {"gate": first, "up": second, "down": down}[leaf].flatten(0, 1)
         if part != "attention.qkv":
             tensor = tensors[f"{layer}{self.names[part]}.{leaf}"]
+            if part in ("attention.query", "attention.latent_down"):
+                return self._turn_rows(tensor, part)
             return tensor.t() if self.transposed and tensor.dim() > 1 else tensor
         found = [tensors[f"{layer}{their}.{leaf}"] for their in self.qkv]
         if self.split_qkv is not None:
@@ -165,6 +167,16 @@ class Family:
         width = self.ours.get("kv_channels", HEAD_DIM)
         parts = [t.reshape(groups, -1, width, *t.shape[1:]) for t in found]
         return torch.cat(parts, dim=1).flatten(0, 2)
+
+    def _turn_rows(self, tensor: Tensor, part: str) -> Tensor:
+        """Return rows with the two halves of the rotary channels first, or last in the latents."""
+        rotary = self.ours["qk_pos_emb_head_dim"]
+        heads = HEADS if part == "attention.query" else 1
+        rows = tensor.unflatten(0, (heads, -1))
+        plain, pairs = rows[:, :-rotary], rows[:, -rotary:]
+        halves = torch.cat((pairs[:, 0::2], pairs[:, 1::2]), dim=1)
+        parts = (halves, plain) if part == "attention.query" else (plain, halves)
+        return torch.cat(parts, dim=1).flatten(0, 1)
 
 
 def make_tokens(seed: int) -> Tensor:
@@ -244,6 +256,47 @@ _YARN = {
     "beta_slow": 1.0,
     "truncate": False,
     "attention_factor": 0.1 * math.log(4) + 1,
+}
+_DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": True,
+    "attention_factor": (0.07 * math.log(4) + 1) / (0.1 * math.log(4) + 1),
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+}
+_DEEPSEEK_SIZES = _LLAMA_SIZES | {
+    "num_key_value_heads": HEADS,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+    "moe_intermediate_size": 12,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+_DEEPSEEK: dict[str, Any] = _LLAMA | {
+    "multi_latent_attention": True,
+    "num_query_groups": HEADS,
+    "kv_lora_rank": 20,
+    "qk_head_dim": 10,
+    "qk_pos_emb_head_dim": 6,
+    "v_head_dim": 14,
+    "latent_norm_epsilon": 1e-6,
+    "rotary_base": 100.0,
+    "moe_ffn_hidden_size": 12,
+    "moe_shared_expert_intermediate_size": 24,
+    "moe_layer_freq": "([0]*1+[1]*3)",
+}
+_DEEPSEEK_NAMES = _EXPERT_NAMES | {
+    "attention.latent_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.latent_norm": "self_attn.kv_a_layernorm",
+    "attention.latent_up": "self_attn.kv_b_proj",
+    **{f"mlp.shared.{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
 }
 
 _NEOX_SIZES = _SIZES | {
@@ -475,6 +528,46 @@ FAMILIES = {
         | {"softmax_type": "learnable", "rotary_base": 100.0, "rope_scaling": "yarn"}
         | {"rope_scaling_factor": 4.0, "rope_original_length": 16, "rope_truncate": False},
         {**_LLAMA_NAMES, "mlp.router": "mlp.router"},
+    ),
+    "deepseek-v2": Family(
+        "DeepseekV2",
+        _DEEPSEEK_SIZES
+        | {"q_lora_rank": None, "topk_method": "group_limited_greedy", "n_routed_experts": 6}
+        | {"n_group": 3, "topk_group": 2, "num_experts_per_tok": 3, "rope_parameters": _ROPE}
+        | {"routed_scaling_factor": 3.0},
+        _DEEPSEEK
+        | {"num_experts": 6, "moe_router_topk": 3, "moe_router_pre_softmax": True}
+        | {"moe_router_num_groups": 3, "moe_router_group_topk": 2, "moe_router_group_score": "max"}
+        | {"moe_router_topk_scaling_factor": 3.0},
+        _DEEPSEEK_NAMES | {"attention.query": "self_attn.q_proj"},
+    ),
+    "deepseek-v3": Family(
+        "DeepseekV3",
+        _DEEPSEEK_SIZES
+        | {"q_lora_rank": 14, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+        | {"num_experts_per_tok": 4, "num_nextn_predict_layers": 0, "routed_scaling_factor": 2.5}
+        | {"rope_parameters": _DEEPSEEK_YARN},
+        _DEEPSEEK
+        | {"q_lora_rank": 14, "num_experts": 8, "moe_router_topk": 4}
+        | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+        | {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+        | {"moe_router_topk_scaling_factor": 2.5, "rope_scaling": "yarn"}
+        | {"rope_scaling_factor": 4.0, "rope_original_length": 16, "mscale": 0.7}
+        | {"mscale_all_dim": 1.0},
+        _DEEPSEEK_NAMES
+        | {"attention.query": "self_attn.q_b_proj", "attention.query_down": "self_attn.q_a_proj"}
+        | {"attention.query_norm": "self_attn.q_a_layernorm"},
+    ),
+    "moonlight": Family(
+        "DeepseekV3",
+        _DEEPSEEK_SIZES
+        | {"q_lora_rank": None, "n_routed_experts": 8, "n_group": 1, "topk_group": 1}
+        | {"num_experts_per_tok": 3, "num_nextn_predict_layers": 0, "routed_scaling_factor": 2.446}
+        | {"rope_parameters": _ROPE},
+        _DEEPSEEK
+        | {"num_experts": 8, "moe_router_topk": 3, "moe_router_score_function": "sigmoid"}
+        | {"moe_router_enable_expert_bias": True, "moe_router_topk_scaling_factor": 2.446},
+        _DEEPSEEK_NAMES | {"attention.query": "self_attn.q_proj"},
     ),
     "smollm3": Family(
         "SmolLM3",

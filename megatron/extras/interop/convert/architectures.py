@@ -33,6 +33,13 @@ from megatron.extras.interop.convert.fields import (
     Windows,
     normalise_model,
 )
+from megatron.extras.interop.convert.latent_fields import (
+    LATENT_MODULES,
+    NO_LATENTS,
+    DeepseekExperts,
+    LatentRope,
+    Latents,
+)
 
 _USUAL_LENGTH = 2048
 """Tokens of a sample if neither config.json nor the user gives it."""
@@ -192,8 +199,10 @@ def _make_llama_like(
     modules: Mapping[str, str] = _LLAMA_MODULES,
     constants: Mapping[str, float] | None = None,
     hf_fields: Mapping[str, Any] | None = None,
-    experts: tuple[ExpertFields, ExpertNames] | None = None,
+    experts: tuple[ExpertFields | DeepseekExperts, ExpertNames] | None = None,
     softmax: Mapping[str, Any] = _NO_SINKS,
+    latents: Pair | None = None,
+    not_stored: tuple[str, ...] = _FREQUENCIES,
 ) -> Architecture:
     """Return an architecture with the names of Llama, and its sizes beside `pairs`."""
     mlp: tuple[Pair, ...] = (Same("ffn_hidden_size", "intermediate_size"), NoExperts())
@@ -205,11 +214,11 @@ def _make_llama_like(
     return Architecture(
         model_type,
         class_name,
-        (*_LLAMA_SIZES, *mlp, *pairs, Needed(softmax)),
+        (*_LLAMA_SIZES, *mlp, *pairs, Needed(softmax), latents or Needed(NO_LATENTS)),
         modules,
         "model.layers",
         _LLAMA_QKV,
-        not_stored=_FREQUENCIES,
+        not_stored=not_stored,
         constants=constants or {},
         hf_fields=hf_fields or {},
         experts=names,
@@ -222,6 +231,11 @@ _DERIVED_FFN = Derived("ffn_hidden_size", lambda m: 4 * m.hidden_size)
 _ONE_HEAD_A_GROUP = Derived("num_query_groups", lambda m: m.num_attention_heads)
 
 
+_DEEPSEEK: tuple[Pair, ...] = (
+    _SILU,
+    Biases(attention=False, mlp=False),
+    Needed(_INPUT_NORM | _NO_QK_NORM | _EVERY_TOKEN | _EVERY_ROPE),
+)
 ARCHITECTURES: tuple[Architecture, ...] = (
     _make_llama_like(
         "llama",
@@ -372,6 +386,28 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             StackedExpertNames(),
         ),
     ),
+    _make_llama_like(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        LatentRope(),
+        *_DEEPSEEK,
+        modules=_LLAMA_MODULES | LATENT_MODULES,
+        experts=(DeepseekExperts("V2"), ExpertNames()),
+        latents=Latents(),
+        hf_fields={"attention_bias": False, "mlp_bias": False, "scoring_func": "softmax"},
+    ),
+    _make_llama_like(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        LatentRope(),
+        *_DEEPSEEK,
+        modules=_LLAMA_MODULES | LATENT_MODULES,
+        experts=(DeepseekExperts("V3"), ExpertNames()),
+        latents=Latents(),
+        hf_fields={"attention_bias": False, "rope_interleave": True, "scoring_func": "sigmoid"},
+        # Layer 61 predicts a second token. The class does not read it either.
+        not_stored=(*_FREQUENCIES, r"model\.layers\.61\..*"),
+    ),
     Architecture(
         "gpt2",
         "GPT2LMHeadModel",
@@ -396,7 +432,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             ),
             _ALL_BIASES,
             Needed(_LAYER_NORM | _PLAIN_MLP | _INPUT_NORM | _NO_QK_NORM),
-            Needed(_ONE_STREAM | _EVERY_TOKEN | _NO_ROTATION | _NO_SINKS),
+            Needed(_ONE_STREAM | _EVERY_TOKEN | _NO_ROTATION | _NO_SINKS | NO_LATENTS),
             Needed({"position_embedding_type": "absolute"}),
         ),
         {
@@ -442,7 +478,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             _ALL_BIASES,
             Needed(_LAYER_NORM | _PLAIN_MLP | _INPUT_NORM | _NO_QK_NORM),
             Needed({"activation": "gelu", "bias_gelu_fusion": True}),
-            Needed(_EVERY_TOKEN | _NO_ROTATION | _NO_LEARNED_TABLE | _NO_SINKS),
+            Needed(_EVERY_TOKEN | _NO_ROTATION | _NO_LEARNED_TABLE | _NO_SINKS | NO_LATENTS),
             Needed({"embed_layernorm": True, "parallel_residual": False}),
             Needed({"position_embedding_type": "alibi"}),
         ),
@@ -492,7 +528,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             ),
             Needed(_LAYER_NORM | _PLAIN_MLP | _INPUT_NORM | _NO_QK_NORM),
             Biases(mlp=True),
-            Needed(_EVERY_TOKEN | _EVERY_ROPE | _NO_SINKS),
+            Needed(_EVERY_TOKEN | _EVERY_ROPE | _NO_SINKS | NO_LATENTS),
             Needed(_ROTARY | {"embed_layernorm": False}),
         ),
         {

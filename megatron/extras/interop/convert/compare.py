@@ -21,6 +21,7 @@ from megatron.config.model import ModelConfig
 from megatron.extras.interop.convert.architectures import Architecture
 from megatron.extras.interop.convert.hf_files import HfTensors, import_transformers
 from megatron.extras.interop.convert.tensors import VOCABULARY_TENSORS, TensorPair
+from megatron.model.experts.routing import BALANCE, list_routers
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
 from megatron.model.shape import ModelShape
@@ -340,6 +341,9 @@ def _select_layers(hf_config: Any, layers: Sequence[int]) -> Any:
         dense = {at for at in layers if at in config.mlp_only_layers or (at + 1) % step}
         config.mlp_only_layers = [new for new, old in enumerate(layers) if old in dense]
         config.decoder_sparse_step = 1
+    # DeepSeek has MLPs in its first layers.
+    if getattr(config, "first_k_dense_replace", None) is not None:
+        config.first_k_dense_replace = sum(at < config.first_k_dense_replace for at in layers)
     config.num_hidden_layers = len(layers)
     return config
 
@@ -357,7 +361,10 @@ def _load_model(
     own: GPT, hf: HfModel, pairs: Sequence[TensorPair], numbers: Mapping[int, int]
 ) -> None:
     """Fill our parameters. `numbers` maps the layers of the folder to those of the model."""
-    parameters = dict(own.named_parameters())
+    parameters: dict[str, Tensor] = dict(own.named_parameters())
+    for router in list_routers(own):
+        router.allocate(torch.device("cpu"))
+        parameters[f"blocks.{router.layer}{BALANCE}"] = router.balance
     for pair in pairs:
         name = pair.name
         if pair.layer is not None:

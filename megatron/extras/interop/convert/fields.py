@@ -39,6 +39,11 @@ _OF_ROPE_SCALING: dict[RopeScaling, dict[str, str]] = {
 }
 """Scaling -> our field -> their key in `rope_parameters`."""
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
+LATENT_FIELDS = (
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    *("latent_norm_epsilon", "mscale", "mscale_all_dim"),
+)
+"""Fields that have no effect without latent attention."""
 _FOLDED = {"parametrization", "base_width", "base_depth", "base_kv_channels"}
 """Fields whose factors an export multiplies into the weights. See `folding`."""
 NOT_ARCHITECTURE = {"seq_length", "hidden_dropout", "output_init_method_std", *_FOLDED}
@@ -481,6 +486,10 @@ def describe_expert_layers(chosen: Collection[int], num_layers: int) -> str:
     return "(" + "+".join(f"[{flag}]*{len(list(run))}" for flag, run in groupby(flags)) + ")"
 
 
+def _leave_out_one(factor: float | None) -> float | None:
+    return None if factor == 1 else factor
+
+
 def normalise_model(model: ModelConfig) -> ModelConfig:
     """Return the same architecture with derived sizes filled in, and unused fields at defaults.
 
@@ -513,10 +522,21 @@ def normalise_model(model: ModelConfig) -> ModelConfig:
         unused += every - used.keys()
     if model.sliding_window is None:
         unused.append("full_attention_layers")
+    if not model.multi_latent_attention:
+        unused += LATENT_FIELDS
+    else:
+        changes["latent_norm_epsilon"] = model.latent_norm_epsilon or model.layernorm_epsilon
+        if model.rope_scaling != "yarn":
+            unused += ["mscale", "mscale_all_dim"]
     if model.num_experts is None:
         unused += [name for name in _DEFAULTS if name.startswith("moe_")]
     else:
         changes["moe_ffn_hidden_size"] = shape.expert_width
+        changes["moe_router_topk_scaling_factor"] = _leave_out_one(
+            model.moe_router_topk_scaling_factor
+        )
+        if model.moe_router_num_groups is None:
+            unused.append("moe_router_group_score")
         changes["moe_layer_freq"] = describe_expert_layers(shape.expert_layers, model.num_layers)
     changes |= {name: _DEFAULTS[name] for name in unused}
     return dataclasses.replace(model, **changes)
