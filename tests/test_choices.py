@@ -35,7 +35,7 @@ from megatron.extras.watch.trackers.trackers import TRACKERS
 from megatron.model import flops
 from megatron.model.attention_kernels import use_attention_kernels
 from megatron.model.execution import Execution
-from megatron.model.experts.routing import get_span
+from megatron.model.experts.routing import choose_experts, get_span
 from megatron.model.fused_operators import FusedOperators
 from megatron.model.norm import describe_norm
 from megatron.model.shape import ModelShape
@@ -186,6 +186,17 @@ USES: dict[str, list[Callable[[Any], object]]] = {
     "model.glu_activation": [
         use_model("glu_activation"),
         use_shape(measure_activations, "glu_activation"),
+    ],
+    "model.moe_router_group_score": [
+        lambda value: choose_experts(
+            torch.zeros(2, 4),
+            tiny_config(
+                num_experts=4,
+                moe_router_num_groups=2,
+                moe_router_group_topk=1,
+                moe_router_group_score=value,
+            ),
+        )
     ],
     "model.softmax_type": [use_model("softmax_type")],
     "model.experimental_attention_variant": [

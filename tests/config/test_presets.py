@@ -29,6 +29,9 @@ TOKENIZER = [
 NAMES = (
     "apertus-8b",
     "apertus-70b",
+    "deepseek-v2-lite",
+    "deepseek-v3",
+    "moonlight-16b-a3b",
     "gpt-neox-20b",
     "gpt-oss-120b",
     "gpt-oss-20b",

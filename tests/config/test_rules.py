@@ -223,6 +223,11 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         {"softmax_type": "learnable", "deepspeed": True},
         "--softmax-type learnable was not compared with the DeepSpeed engine",
     ),
+    (
+        {"num_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 1}
+        | {"moe_router_group_score": "max", "moe_router_topk": 3},
+        "--moe-router-topk 3 must be at most 2, the experts of the groups",
+    ),
     ({**LATENT, "qk_pos_emb_head_dim": 7}, "--qk-pos-emb-head-dim 7 must be even"),
     ({**LATENT, "position_embedding_type": "alibi"}, "rotary, not alibi"),
     ({**LATENT, "add_bias_linear": True}, "--multi-latent-attention has no biases"),
