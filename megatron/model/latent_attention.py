@@ -82,10 +82,12 @@ class LatentAttention(Attention):
         query, shared, latent = self._compress(x, positions)
         query = query.permute(1, 2, 0, 3)
         new = torch.cat((shared, latent), dim=2).transpose(0, 1).unsqueeze(1)
+        # For prompts, the cache returns what it was given.
         (stored,) = positions.cache.append(self.number, new)
         if stored is not new:
             found = self._attend_to_latents(query, stored, self._select_bias(positions))
         else:
+            # A prompt has many queries, for which expanded keys take fewer products.
             key, value = self._expand(shared, latent)
             alone = replace(positions, cache=None)
             found = self._compute_core(query, key, value, alone, dropout_key)
@@ -118,6 +120,7 @@ class LatentAttention(Attention):
             # The other channels of a query come after the rotary ones, and pass unchanged.
             query = rotate(query, positions.cos, positions.sin)
             shared = rotate(shared, positions.cos, positions.sin)
+        # Kernels divide by the square root of the width only.
         if self.logit_factor != 1.0:
             query = query * self.logit_factor
         return query.squeeze(2), shared.flatten(2), self.latent_norm(latent)
@@ -148,6 +151,7 @@ class LatentAttention(Attention):
         Returns:
             [b, n/t, 1, width of a value].
         """
+        # Rows of a head are neighbours: those of its key, and those of its value.
         up = self.latent_up.weight.unflatten(0, (self.heads, -1))
         to_key, to_value = up.split((self.plain_dim, self.value_dim), dim=1)
         rotary, plain = query.split((self.rotary_dim, self.plain_dim), dim=3)

@@ -118,6 +118,7 @@ class ReplicatedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, in] to [s, b, out], or [s/t, b, in] to [s/t, b, out]."""
+        # No rank needs what another one computes.
         (out,) = apply_entered_linears(x, [(self.weight, None)], ALONE)
         return trim_columns(out, self.weight.shape[0])
 

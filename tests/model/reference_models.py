@@ -137,24 +137,12 @@ class Family:
         layer = f"{self.layers}.{index}."
         if part == "attention" and leaf == "sink":
             return tensors[f"{layer}self_attn.sinks"]
-        if part == "mlp.experts" and self.model == "GptOss":
-            # [E, in, out], and rows of gate and up alternate. Biases have no input.
-            kind, _, bias = leaf.partition("_")
-            stem = "down_proj" if kind == "down" else "gate_up_proj"
-            whole = tensors[f"{layer}mlp.experts.{stem}" + (bias and "_bias")]
-            rows = whole if bias else whole.transpose(1, 2)
-            if kind != "down":
-                rows = rows[:, {"gate": 0, "up": 1}[kind] :: 2]
-            return rows.flatten(0, 1)
         if part == "mlp.experts":
-            # [E, f, h], with all gates of an expert before its other rows.
-            first, second = tensors[f"{layer}mlp.experts.gate_up_proj"].chunk(2, dim=1)
-            down = tensors[f"{layer}mlp.experts.down_proj"]
-            return {"gate": first, "up": second, "down": down}[leaf].flatten(0, 1)
+            return self._convert_experts(tensors, layer, leaf)
+        if part in ("attention.query", "attention.latent_down"):
+            return self._turn_rows(tensors[f"{layer}{self.names[part]}.{leaf}"], part)
         if part != "attention.qkv":
             tensor = tensors[f"{layer}{self.names[part]}.{leaf}"]
-            if part in ("attention.query", "attention.latent_down"):
-                return self._turn_rows(tensor, part)
             return tensor.t() if self.transposed and tensor.dim() > 1 else tensor
         found = [tensors[f"{layer}{their}.{leaf}"] for their in self.qkv]
         if self.split_qkv is not None:
@@ -167,6 +155,22 @@ class Family:
         width = self.ours.get("kv_channels", HEAD_DIM)
         parts = [t.reshape(groups, -1, width, *t.shape[1:]) for t in found]
         return torch.cat(parts, dim=1).flatten(0, 2)
+
+    def _convert_experts(self, tensors: Mapping[str, Tensor], layer: str, leaf: str) -> Tensor:
+        """Return a matrix or the biases of all experts, one below the other."""
+        if self.model == "GptOss":
+            # [E, in, out], and rows of gate and up alternate. Biases have no input.
+            kind, _, bias = leaf.partition("_")
+            stem = "down_proj" if kind == "down" else "gate_up_proj"
+            whole = tensors[f"{layer}mlp.experts.{stem}" + (bias and "_bias")]
+            rows = whole if bias else whole.transpose(1, 2)
+            if kind != "down":
+                rows = rows[:, {"gate": 0, "up": 1}[kind] :: 2]
+            return rows.flatten(0, 1)
+        # [E, f, h], with all gates of an expert before its other rows.
+        first, second = tensors[f"{layer}mlp.experts.gate_up_proj"].chunk(2, dim=1)
+        down = tensors[f"{layer}mlp.experts.down_proj"]
+        return {"gate": first, "up": second, "down": down}[leaf].flatten(0, 1)
 
     def _turn_rows(self, tensor: Tensor, part: str) -> Tensor:
         """Return rows with the two halves of the rotary channels first, or last in the latents."""

@@ -106,6 +106,7 @@ def choose_experts(scores: Tensor, config: ModelConfig) -> Tensor:
         assert config.moe_router_group_topk is not None, "the plan needs both"
         groups = scores.unflatten(-1, (config.moe_router_num_groups, -1))
         best = groups.sort(dim=-1, descending=True).values
+        # On average, an allowed group gives this many experts.
         counted = {"sum": k // config.moe_router_group_topk, "max": 1}
         # [n, groups].
         of_group = best[..., : counted[config.moe_router_group_score]].sum(dim=-1)

@@ -71,8 +71,10 @@ def order_rows(name: str, model: ModelConfig) -> tuple[int, ...] | None:
         model: The model.
     """
     rotary = model.qk_pos_emb_head_dim
+    # Row 2i of theirs is row i of our first half, and row 2i + 1 that of our second half.
     pairs = [row for pair in range(rotary // 2) for row in (pair, pair + rotary // 2)]
     if name == "attention.latent_down.weight":
+        # Only the key that all heads share is rotated.
         latent = model.kv_lora_rank
         return (*range(latent), *(latent + row for row in pairs))
     if name != "attention.query.weight":
@@ -120,6 +122,7 @@ class LatentRope(Rope):
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """See `Pair`."""
         found = super().write(model)
+        # The class reads the factor on logits from here, whatever `attention_factor` is.
         if model.rope_scaling == "yarn":
             found["rope_parameters"] |= {name: getattr(model, name) for name in _SCALES}
         return found
@@ -128,6 +131,7 @@ class LatentRope(Rope):
         """See `Pair`."""
         found = super().read(hf)
         if found.get("rope_scaling") == "yarn":
+            # A value of 0 is no scaling in the class, as if it were missing.
             given = hf["rope_parameters"]
             found["mscale"] = float(given.get("mscale") or 1.0)
             found["mscale_all_dim"] = float(given.get("mscale_all_dim") or 0.0)
@@ -164,6 +168,7 @@ class DeepseekExperts:
         """
         if self.version != "V3":
             return
+        # Ours leaves a single weight as the score that it is.
         if topk < 2:
             raise ConfigError("a token that uses one expert has a weight of 1 in the class only")
         # The class always adds up two.
@@ -191,6 +196,7 @@ class DeepseekExperts:
                 f"{describe_setting(_SHARED, shared)} has no equivalent: the class has shared "
                 f"experts, each {width} wide"
             )
+        # Several shared experts are one MLP, because each token uses all of them.
         experts = ModelShape(model, 0, 0).expert_layers
         first = model.num_layers - len(experts)
         if experts != frozenset(range(first, model.num_layers)):
@@ -206,6 +212,7 @@ class DeepseekExperts:
             "first_k_dense_replace": first,
             "n_shared_experts": shared // width,
             "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+            # One group allows all experts, as no group does.
             "n_group": groups or 1,
             "topk_group": best or 1,
             "norm_topk_prob": self.version == "V3",
@@ -228,6 +235,7 @@ class DeepseekExperts:
             )
         topk, width = int(hf["num_experts_per_tok"]), int(hf["moe_intermediate_size"])
         groups = best = None
+        # V2 Lite names groups, and its method does not use them.
         limited = self.version == "V3" or hf["topk_method"] == "group_limited_greedy"
         if limited and (hf["n_group"] or 1) > 1:
             groups, best = int(hf["n_group"]), int(hf["topk_group"])

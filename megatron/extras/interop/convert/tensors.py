@@ -41,7 +41,7 @@ class TensorPair:
     fused: bool
     """Whether Hugging Face has one tensor with all queries before all keys and values."""
     order: tuple[int, ...] | None = None
-    """For each row of Hugging Face's tensor, the row of ours. None: the same order."""
+    """The row of ours for each row of Hugging Face's tensor. None: the same order."""
 
     def to_hf(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return Hugging Face's tensors with the same numbers."""

@@ -266,6 +266,7 @@ def _describe_attention(plan: Plan) -> str:
     if not model.multi_latent_attention:
         return f"{heads}, {plan.num_query_groups} key/value groups"
     queries = "" if model.q_lora_rank is None else f", and of {model.q_lora_rank:,} for queries"
+    # Both are stored once for all heads.
     kept = model.kv_lora_rank + model.qk_pos_emb_head_dim
     return (
         f"{heads}, of which {model.qk_pos_emb_head_dim} rotary, values of {model.v_head_dim}; "

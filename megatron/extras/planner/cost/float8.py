@@ -100,6 +100,7 @@ def _list_latent_linears(shape: ModelShape, tensor: int) -> list[Linear]:
         for width in (shape.head_dim, shape.value_dim, config.qk_head_dim + shape.value_dim)
     )
     shared = latent + config.qk_pos_emb_head_dim
+    # Ranks with a shard of the sequence compute these for their own tokens only.
     found = [Linear(h, (shared,), row_parallel=False, complete=(shared, h), replicated=True)]
     if queries is not None:
         found.append(

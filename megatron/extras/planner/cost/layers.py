@@ -529,6 +529,7 @@ class LayerTimes:
         added = 0.0
         linears = list_linears(self._shape, self._layout.tensor)
         for linear, product in zip(linears, self._list_projections(), strict=True):
+            # Their gradients of inputs are complete on each rank.
             if linear.row_parallel or linear.replicated:
                 continue
             size = self._value * self._tokens * linear.inner
