@@ -9,7 +9,7 @@ from megatron.config.layer_choice import (
     find_expert_layers,
     find_linear_layers,
 )
-from megatron.config.model import AttentionKind, MLPKind, ModelConfig
+from megatron.config.model import AttentionKind, MLPKind, ModelConfig, NormPlacement
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class LayerDescription:
     """Number of tokens that a token attends to, itself included. None: no limit."""
     attention: AttentionKind = "dot_product"
     mlp: MLPKind = "dense"
+    norms: NormPlacement = "input"
+    """Where attention and MLP have their norms."""
 
     @property
     def experts(self) -> bool:
@@ -139,7 +141,8 @@ class ModelShape:
         if index in self.linear_layers:
             kind = config.experimental_attention_variant
             assert kind is not None, "a kind of layer is given"
-            return LayerDescription(index, False, None, kind, mlp)
+            norms = config.linear_norm_placement or config.norm_placement
+            return LayerDescription(index, False, None, kind, mlp, norms)
         return LayerDescription(
             number=index,
             rotary=config.position_embedding_type == "rotary"
@@ -148,6 +151,7 @@ class ModelShape:
             if index in _choose_layers(config.full_attention_layers, config.num_layers)
             else config.sliding_window,
             mlp=mlp,
+            norms=config.norm_placement,
         )
 
     @property

@@ -51,14 +51,17 @@ class TensorPair:
                 parts = (torch.cat(parts),)
         if self.transposed:
             parts = tuple(part.t() for part in parts)
-        return tuple(part.contiguous() for part in parts)
+        # The kernel of a convolution has one more dimension of size 1.
+        sized = zip(parts, self.hf_shapes, strict=True)
+        return tuple(part.reshape(size).contiguous() for part, size in sized)
 
     def from_hf(self, parts: Sequence[Tensor]) -> Tensor:
         """Return our tensor with the numbers of Hugging Face's."""
         if self.transposed:
             parts = [part.t() for part in parts]
         if self.rows is None:
-            return torch.cat(list(parts))
+            whole = torch.cat(list(parts))
+            return whole if whole.dim() == len(self.shape) else whole.view(self.shape)
         groups, heads, width = self.rows
         if self.fused:
             rows = groups * width
@@ -109,15 +112,20 @@ def _pair_tensor(
         return TensorPair(name, size, hf_names, hf_sizes, layer, False, None, fused=False)
     if module == _QKV:
         return _pair_qkv(architecture, shape, name, size, layer, prefix)
-    if inside in architecture.modules:
+    modules = dict(architecture.modules)
+    if layer in shape.linear_layers:
+        modules |= architecture.linear_modules
+    if inside in modules:
         # The table of positions is a parameter of our embedding, and a module of `transformers`.
-        hf_name = prefix + architecture.modules[inside]
-    elif module in architecture.modules:
-        hf_name = f"{prefix}{architecture.modules[module]}.{leaf}"
+        hf_name = prefix + modules[inside]
+    elif module in modules:
+        hf_name = f"{prefix}{modules[module]}.{leaf}"
     else:
         raise ConfigError(f"{architecture.model_type} has no tensor for our {name}")
     transposed = module in architecture.transposed and len(size) == 2
     hf_size = size[::-1] if transposed else size
+    if leaf.endswith("_convolution"):
+        hf_size = (size[0], 1, size[1])
     return TensorPair(name, size, (hf_name,), (hf_size,), layer, transposed, None, fused=False)
 
 

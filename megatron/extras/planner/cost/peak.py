@@ -147,6 +147,8 @@ class _RankPeak:
         self._tensors = next(iter(self._kinds.values()))
         """Those outside of layers are the same for all kinds."""
         self._of_dense = flops.count_layer_parameters(shape, layout.tensor)
+        self._is_dense = layout.expert is None and not shape.linear_layers
+        """Whether all layers have attention and an MLP."""
         # Layers that are left out of float8.
         self._plain = self._measure(replace(software, float8=None))
         self._visit_bytes = {stage.index: self._sum_visit(stage) for stage in stages}
@@ -215,7 +217,7 @@ class _RankPeak:
     def _count(self, layers: range) -> LayerParameters:
         """Return the parameters of layers on this rank."""
         # A search asks so often that the dense case is worth its own line.
-        if self._layout.expert is None:
+        if self._is_dense:
             return LayerParameters(len(layers) * self._of_dense)
         return sum_layers(self._shape, self._layout, layers)
 
