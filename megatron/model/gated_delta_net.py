@@ -160,49 +160,43 @@ class GatedDeltaNet(nn.Module):
             [s/c, b, m/t, d_v] in fp32.
         """
         context = positions.context
-        heads = self.key_heads
         # In a message, the parts of a head are neighbours.
-        parts = [part.unflatten(2, (heads, -1)) for part in (query, key, value, beta, alpha)]
+        parts = [
+            part.unflatten(2, (self.key_heads, -1)) for part in (query, key, value, beta, alpha)
+        ]
         if context.size > 1:
             widths = [part.shape[3] for part in parts]
             sent = torch.cat(parts, 3).permute(1, 2, 0, 3).unflatten(1, (context.size, -1))
             arrived = gather_positions(sent, context).permute(2, 0, 1, 3)
             parts = list(arrived.split(widths, 3))
-            heads //= context.size
         wide = torch.promote_types(query.dtype, torch.float32)
-
-        def take(weight: Tensor) -> Tensor:
-            """Return the rows of this context-parallel rank's heads."""
-            return weight.chunk(context.size)[context.rank]
-
-        weights = [
-            take(each)
-            for each in (self.query_convolution, self.key_convolution, self.value_convolution)
-        ]
+        convolutions = self.query_convolution, self.key_convolution, self.value_convolution
+        # The rows of this context-parallel rank's heads.
+        *weights, rate, bias = (
+            each.chunk(context.size)[context.rank]
+            for each in (*convolutions, self.A_log, self.dt_bias)
+        )
         # One convolution for all channels. A rank has all parts of its heads.
         joined = torch.cat([part.flatten(2) for part in parts[:3]], 2)
         cache = positions.cache
         before = None if cache is None else cache.read_state(self.number)
         tail = None if before is None else before[0].transpose(0, 1)
         found, tail = convolve(joined, torch.cat(weights), positions.documents, tail)
-        channels = [weight.shape[0] for weight in weights]
+        divided = F.silu(found).split([weight.shape[0] for weight in weights], 2)
         # [b, heads, s, d].
         query, key, value = (
             part.unflatten(2, (-1, width)).permute(1, 2, 0, 3)
             for part, width in zip(
-                F.silu(found).split(channels, 2),
-                (self.key_dim, self.key_dim, self.value_dim),
-                strict=True,
+                divided, (self.key_dim, self.key_dim, self.value_dim), strict=True
             )
         )
         beta, alpha = (part.flatten(2).permute(1, 2, 0).to(wide) for part in parts[3:])
-        rate = take(self.A_log).to(wide).exp().unsqueeze(1)
-        step = F.softplus(alpha + take(self.dt_bias).to(wide).unsqueeze(1))
+        step = F.softplus(alpha + bias.to(wide).unsqueeze(1))
         mixed, state = apply_delta_rule(
             normalise_length(query) * self.key_dim**-0.5,
             normalise_length(key),
             value,
-            -rate * step,
+            -rate.to(wide).exp().unsqueeze(1) * step,
             beta.sigmoid() * self.beta_factor,
             positions.documents,
             None if before is None else before[1],

@@ -26,7 +26,8 @@
 | *.attention.dt_bias           | TIME_STEP     | 1 or log(exp(10^U(-3,-1))-1) |
 
 sigma is `--init-method-std`. `--output-init-method-std` replaces sigma / sqrt(2 layers). With
-`--parametrization`, the deviations of NORMAL and SCALED_NORMAL are others, see `ModelShape`. A
+`--parametrization`, the deviations of NORMAL and SCALED_NORMAL are others, see `ModelShape`. With
+`--apply-layernorm-1p`, norms are ZERO, except that of a gated delta net. A
 parameter's `ParameterSpec` states its kind. Its name decides
 nothing. A test compares this table with the specs. Rows that only pad the vocabulary are zero.
 The engines set them, not this module.
@@ -41,13 +42,12 @@ import math
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import assert_never
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, TimeStep
 from megatron.model.shape import ModelShape
 from megatron.parallel.parameter_spec import Init
 
@@ -63,21 +63,15 @@ _CONSTANTS = {
 """Value of each kind that is the same for all elements."""
 
 
-def _draw_time_steps(uniform: Tensor, config: ModelConfig) -> Tensor:
-    match config.linear_time_step:
-        case "one":
-            return torch.ones_like(uniform)
-        case "log-uniform":
-            # The inverse of softplus.
-            return (10 ** (2 * uniform - 3)).expm1().log()
-        case _:
-            assert_never(config.linear_time_step)
-
-
+_TIME_STEPS: dict[TimeStep, Callable[[Tensor], Tensor]] = {
+    "one": torch.ones_like,
+    # The inverse of softplus.
+    "log-uniform": lambda u: (10 ** (2 * u - 3)).expm1().log(),
+}
 _TRANSFORMS: dict[Init, Callable[[Tensor, ModelConfig], Tensor]] = {
     Init.CONVOLUTION: lambda u, config: (2 * u - 1) / math.sqrt(config.linear_conv_kernel_dim),
     Init.DECAY_RATE: lambda u, config: (0.01 + (16 - 0.01) * u).log(),
-    Init.TIME_STEP: _draw_time_steps,
+    Init.TIME_STEP: lambda u, config: _TIME_STEPS[config.linear_time_step](u),
 }
 """Kind -> its values from uniform ones in (0, 1)."""
 Initialise = Callable[[str, Init, Tensor, tuple[int, ...], tuple[int, ...], ModelShape, int], None]

@@ -245,8 +245,9 @@ def _list_gated_delta_net(shape: ModelShape, tensor_size: int, rank: int) -> Spe
     each, and Muon updates each by itself.
     """
     config = shape.config
-    keys, values = shape.linear_key_width, shape.linear_value_width
     heads = config.linear_num_value_heads
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = heads * config.linear_value_head_dim
     rows = {"query": keys, "key": keys, "value": values, "gate": values}
     rows |= {"beta": heads, "alpha": heads}
     specs: Specs = {}
@@ -256,10 +257,7 @@ def _list_gated_delta_net(shape: ModelShape, tensor_size: int, rank: int) -> Spe
         )
     for name in ("query", "key", "value"):
         specs[f"{name}_convolution"] = ParameterSpec(
-            (rows[name], config.linear_conv_kernel_dim),
-            Init.CONVOLUTION,
-            decays=False,
-            shard_dim=0,
+            (rows[name], config.linear_conv_kernel_dim), Init.CONVOLUTION, decays=False, shard_dim=0
         )
     specs["A_log"] = make_vector_spec(heads, Init.DECAY_RATE, shard_dim=0)
     specs["dt_bias"] = make_vector_spec(heads, Init.TIME_STEP, shard_dim=0)
@@ -272,7 +270,9 @@ def _list_gated_delta_net(shape: ModelShape, tensor_size: int, rank: int) -> Spe
 def _count_gated_delta_net(shape: ModelShape) -> int:
     # Products of the state with a key and a query, and of a key with what is written. Chunks only
     # change the order of these sums, and what they compute more is not counted.
-    return 6 * shape.linear_value_width * shape.config.linear_key_head_dim
+    config = shape.config
+    state = config.linear_key_head_dim * config.linear_value_head_dim
+    return 6 * config.linear_num_value_heads * state
 
 
 @dataclass(frozen=True)

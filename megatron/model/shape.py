@@ -4,11 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import assert_never
 
-from megatron.config.layer_choice import (
-    choose_layers,
-    find_expert_layers,
-    find_linear_layers,
-)
+from megatron.config.layer_choice import choose_layers, find_expert_layers, find_linear_layers
 from megatron.config.model import AttentionKind, MLPKind, ModelConfig, NormPlacement
 
 
@@ -94,16 +90,6 @@ class ModelShape:
         return find_linear_layers(frequency, self.config.num_layers)
 
     @property
-    def linear_key_width(self) -> int:
-        """Width of all queries, and of all keys, of a gated delta net."""
-        return self.config.linear_num_key_heads * self.config.linear_key_head_dim
-
-    @property
-    def linear_value_width(self) -> int:
-        """Width of all values of a gated delta net."""
-        return self.config.linear_num_value_heads * self.config.linear_value_head_dim
-
-    @property
     def position_table_size(self) -> int:
         """Rows of the table of learned positions, 0 without such a table."""
         match self.config.position_embedding_type:
@@ -138,9 +124,8 @@ class ModelShape:
         """Return the description of layer number `index` of the complete model, from 0."""
         config = self.config
         mlp: MLPKind = "experts" if index in self.expert_layers else "dense"
-        if index in self.linear_layers:
-            kind = config.experimental_attention_variant
-            assert kind is not None, "a kind of layer is given"
+        kind = config.experimental_attention_variant
+        if kind and index in self.linear_layers:
             norms = config.linear_norm_placement or config.norm_placement
             return LayerDescription(index, False, None, kind, mlp, norms)
         return LayerDescription(

@@ -220,7 +220,7 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ),
     (
         {**HYBRID, "linear_attention_freq": None},
-        "--experimental-attention-variant gated_delta_net needs --linear-attention-freq",
+        "--experimental-attention-variant gated_delta_net needs --linear-attention-freq, as",
     ),
     ({**HYBRID, "linear_attention_freq": "1"}, "--linear-attention-freq 1 leaves no layer with"),
     ({**HYBRID, "linear_attention_freq": "[1]*9"}, "'[1]*9' is not a list for"),
@@ -228,12 +228,15 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         {**HYBRID, "linear_num_value_heads": 24},
         "--linear-num-value-heads 24 must be a multiple of --linear-num-key-heads 16; use 32.",
     ),
-    ({**HYBRID, **COMPLETEP}, "gated_delta_net has no rule in --parametrization completep"),
-    ({**HYBRID, "deepspeed": True}, "gated_delta_net was not compared with the DeepSpeed engine"),
-    ({**HYBRID, "use_torch_compile": True}, "leave out --use-torch-compile"),
+    ({**HYBRID, **COMPLETEP}, "--parametrization completep was not compared with --experimental"),
+    ({**HYBRID, "use_torch_compile": True}, "--use-torch-compile was not compared with"),
     (
         {**HYBRID, "fp8_format": "e4m3", "fp8_recipe": "rowwise", "bf16": True},
-        "was not compared with products in float8",
+        "--fp8-format e4m3 was not compared with",
+    ),
+    (
+        {"attention_output_gate": True, "deepspeed": True},
+        "--attention-output-gate was not compared with --deepspeed",
     ),
     ({"base_width": 0}, "--base-width 0 must be at least 1"),
     ({"qk_norm": "full"}, "--qk-norm full needs --normalization RMSNorm, not LayerNorm"),
@@ -544,6 +547,10 @@ UNUSUAL: list[tuple[dict[str, object], str]] = [
     (
         {"residual_norm_fusion": True, "norm_placement": "output"},
         "--residual-norm-fusion has no effect without --norm-placement input.",
+    ),
+    (
+        {"residual_norm_fusion": True, "apply_layernorm_1p": True},
+        "--residual-norm-fusion has no effect with --apply-layernorm-1p, which no kernel has",
     ),
     (
         {"bias_swiglu_fusion": True},

@@ -8,6 +8,7 @@ single token, one that all ranks share, and a part in which no token counts.
 import dataclasses
 from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,7 +161,8 @@ def join_state(of_ranks: Sequence[Any]) -> Any:
     tensors: dict[tuple[str, str], torch.Tensor] = {}
     for *_, state in of_ranks:
         for kind, name, shape, offset, tensor in state:
-            complete = tensors.setdefault((kind, name), torch.full(shape, float("nan")))
+            empty = torch.full(shape, float("nan"), dtype=tensor.dtype)
+            complete = tensors.setdefault((kind, name), empty)
             complete[select(offset, tensor.shape)] = tensor
     return steps, evaluated, layers, scores, tensors
 
@@ -174,7 +176,7 @@ def find_worst(found: Any, expected: Any) -> dict[str, float]:
         if len(theirs) == 0:
             continue
         a, b = (
-            torch.cat([torch.as_tensor(x).double().flatten() for x in numbers])
+            torch.cat([torch.as_tensor(x, dtype=torch.float64).flatten() for x in numbers])
             for numbers in (ours, theirs)
         )
         worst[name] = float(((a - b).abs() / b.abs().clamp(min=1e-3)).max())
@@ -184,6 +186,8 @@ def find_worst(found: Any, expected: Any) -> dict[str, float]:
         if kind != "weight":
             largest = float(tensor.abs().max())
             difference = float((found[4][kind, name] - tensor).abs().max()) / largest
+            # `max` would ignore a nan.
+            assert isfinite(difference), name
             worst[kind] = max(worst.get(kind, 0.0), difference)
     return worst
 

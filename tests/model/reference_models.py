@@ -188,15 +188,12 @@ class Family:
         parts = [t.reshape(groups, -1, width, *t.shape[1:]) for t in found]
         return torch.cat(parts, dim=1).flatten(0, 2)
 
-
     def _convert_delta_net(self, tensors: Mapping[str, Tensor], prefix: str, path: str) -> Tensor:
         """Return a parameter of a gated delta net. `prefix` is that of its tensors."""
         heads = self.ours["linear_num_key_heads"]
         # Rows of a key head, and of all heads.
         key = self.ours["linear_key_head_dim"]
-        value = (
-            self.ours["linear_value_head_dim"] * self.ours["linear_num_value_heads"] // heads
-        )
+        value = self.ours["linear_value_head_dim"] * self.ours["linear_num_value_heads"] // heads
         if path.endswith("_convolution"):
             parts = tensors[f"{prefix}conv1d.weight"][:, 0].split(
                 [heads * key, heads * key, heads * value]

@@ -101,6 +101,13 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     if_given(model.check_output_gate, "model.attention_output_gate"),
     if_given(model.check_parametrization, "model.parametrization"),
     if_given(linear_attention.check_linear_attention, linear_attention.VARIANT),
+    needs(linear_attention.FREQUENCY, ", as in Qwen3-Next with 4", linear_attention.VARIANT),
+    Forbids(
+        lambda config: config.model.experimental_attention_variant is not None,
+        error,
+        f"was not compared with {{{linear_attention.VARIANT}}}; leave one of them out",
+        ("kernels.use_torch_compile", "precision.fp8_format", "model.parametrization"),
+    ),
     if_given(experts.check_experts, experts.NUMBER),
     if_given(model.check_positions_cover_sequence, "model.max_position_embeddings"),
     data.check_split_weights,

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.config.fields import ConfigWithOrigin, all_fields
-from megatron.config.layer_choice import choose_layers, find_expert_layers, find_linear_layers
+from megatron.config.layer_choice import find_expert_layers
 from megatron.config.optimizer import list_states
 from megatron.config.tree import Config
 from megatron.plan.rules.finding import Finding, error, warning
@@ -140,17 +140,12 @@ def replace_wrong_values(asked: ConfigWithOrigin) -> ConfigWithOrigin:
         # None is a size that is derived from others, so it needs no limit.
         if asked[name] is not None and not all_fields()[name].range.contains(asked[name]):
             config = _replace_field(config, name, 1)
-    for name in LAYER_CHOICES:
+    for name, read in LAYER_CHOICES.items():
         try:
             if asked[name] is not None:
-                choose_layers(asked[name], config.model.num_layers)
+                read(asked[name], config.model.num_layers)
         except ValueError:
             config = _replace_field(config, name, None)
-    return ConfigWithOrigin(_replace_frequencies(config, asked), asked.origin)
-
-
-def _replace_frequencies(config: Config, asked: ConfigWithOrigin) -> Config:
-    """Return the configuration with readable choices of experts and of gated delta nets."""
     experts = "model.num_experts"
     if asked[experts] is not None and not all_fields()[experts].range.contains(asked[experts]):
         config = _replace_field(config, experts, None)
@@ -159,13 +154,7 @@ def _replace_frequencies(config: Config, asked: ConfigWithOrigin) -> Config:
             find_expert_layers(config.model.moe_layer_freq, config.model.num_layers)
     except ValueError:
         config = _replace_field(config, "model.moe_layer_freq", "1")
-    frequency = config.model.linear_attention_freq
-    try:
-        if frequency is not None:
-            find_linear_layers(frequency, config.model.num_layers)
-    except ValueError:
-        config = _replace_field(config, "model.linear_attention_freq", None)
-    return config
+    return ConfigWithOrigin(config, asked.origin)
 
 
 def _replace_field(config: Config, dotted: str, value: Any) -> Config:

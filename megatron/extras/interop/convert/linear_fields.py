@@ -143,7 +143,7 @@ class OptionalRope(Rope):
 
 
 def _get_rows_per_key_head(shape: ModelShape) -> int:
-    return shape.linear_value_width // shape.config.linear_num_key_heads
+    return _get_value_width(shape) // shape.config.linear_num_key_heads
 
 
 def _get_heads_per_key_head(shape: ModelShape) -> int:
@@ -159,11 +159,11 @@ def _get_key_dim(shape: ModelShape) -> int:
 
 
 def _get_key_width(shape: ModelShape) -> int:
-    return shape.linear_key_width
+    return shape.config.linear_num_key_heads * shape.config.linear_key_head_dim
 
 
 def _get_value_width(shape: ModelShape) -> int:
-    return shape.linear_value_width
+    return shape.config.linear_num_value_heads * shape.config.linear_value_head_dim
 
 
 def _get_head_dim(shape: ModelShape) -> int:

@@ -53,9 +53,7 @@ class Packed:
     """Whether files that are written have it. False: they have its parts."""
 
 
-def divide_packed(
-    packed: Sequence[Packed], shape: ModelShape, name: str
-) -> dict[str, RowPart]:
+def divide_packed(packed: Sequence[Packed], shape: ModelShape, name: str) -> dict[str, RowPart]:
     """Return the parts of a stored tensor by their names. There are none if it is not packed."""
     for each in packed:
         match = re.fullmatch(rf"(.*\.(\d+)\.){re.escape(each.module)}\.(\w+)", name)
