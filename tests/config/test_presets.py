@@ -106,6 +106,7 @@ def test_names_are_ordered_by_their_numbers():
         "14b",
         "30b-a3b",
         "32b",
+        "next-80b-a3b",
     ]
 
 

@@ -146,26 +146,9 @@ class Family:
             return tensors[f"{self.names[module]}.{leaf}"]
         _, index, part = module.split(".", 2)
         layer = f"{self.layers}.{index}."
-        if f"{layer}linear_attn.A_log" in tensors and part.startswith("attention"):
-            path = name.split("attention.")[1]
-            return self._convert_delta_net(tensors, f"{layer}linear_attn.", path)
-        if part == "mlp" and leaf == "shared_gate":
-            return tensors[f"{layer}mlp.shared_expert_gate.weight"]
-        if part == "attention.gate":
-            # Each head has its query, then its gate.
-            rows = tensors[f"{layer}self_attn.q_proj.{leaf}"].unflatten(0, (HEADS, 2, -1))
-            return rows[:, 1].flatten(0, 1)
-        if part == "attention" and leaf == "sink":
-            return tensors[f"{layer}self_attn.sinks"]
-        if part == "mlp.experts" and self.model == "GptOss":
-            # [E, in, out], and rows of gate and up alternate. Biases have no input.
-            kind, _, bias = leaf.partition("_")
-            stem = "down_proj" if kind == "down" else "gate_up_proj"
-            whole = tensors[f"{layer}mlp.experts.{stem}" + (bias and "_bias")]
-            rows = whole if bias else whole.transpose(1, 2)
-            if kind != "down":
-                rows = rows[:, {"gate": 0, "up": 1}[kind] :: 2]
-            return rows.flatten(0, 1)
+        own = self._convert_special(tensors, layer, part, leaf)
+        if own is not None:
+            return own
         if part == "mlp.experts":
             # [E, f, h], with all gates of an expert before its other rows.
             first, second = tensors[f"{layer}mlp.experts.gate_up_proj"].chunk(2, dim=1)
@@ -187,6 +170,32 @@ class Family:
         width = self.ours.get("kv_channels", HEAD_DIM)
         parts = [t.reshape(groups, -1, width, *t.shape[1:]) for t in found]
         return torch.cat(parts, dim=1).flatten(0, 2)
+
+    def _convert_special(
+        self, tensors: Mapping[str, Tensor], layer: str, part: str, leaf: str
+    ) -> Tensor | None:
+        """Return a parameter that only one family has, or None if it is another one."""
+        if part == "attention" and leaf == "sink":
+            return tensors[f"{layer}self_attn.sinks"]
+        if f"{layer}linear_attn.A_log" in tensors and part.startswith("attention"):
+            path = f"{part}.{leaf}".removeprefix("attention.")
+            return self._convert_delta_net(tensors, f"{layer}linear_attn.", path)
+        if part == "mlp.experts" and self.model == "GptOss":
+            # [E, in, out], and rows of gate and up alternate. Biases have no input.
+            kind, _, bias = leaf.partition("_")
+            stem = "down_proj" if kind == "down" else "gate_up_proj"
+            whole = tensors[f"{layer}mlp.experts.{stem}" + (bias and "_bias")]
+            rows = whole if bias else whole.transpose(1, 2)
+            if kind != "down":
+                rows = rows[:, {"gate": 0, "up": 1}[kind] :: 2]
+            return rows.flatten(0, 1)
+        if part == "mlp" and leaf == "shared_gate":
+            return tensors[f"{layer}mlp.shared_expert_gate.weight"]
+        if part == "attention.gate":
+            # Each head has its query, then its gate.
+            rows = tensors[f"{layer}self_attn.q_proj.{leaf}"].unflatten(0, (HEADS, 2, -1))
+            return rows[:, 1].flatten(0, 1)
+        return None
 
     def _convert_delta_net(self, tensors: Mapping[str, Tensor], prefix: str, path: str) -> Tensor:
         """Return a parameter of a gated delta net. `prefix` is that of its tensors."""

@@ -45,8 +45,7 @@ QWEN3: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0,
 }
-# A config.json without `partial_rotary_factor` has 0.25, and one without `layer_types` has attention
-# in every fourth layer.
+# Without `layer_types`, every fourth layer has attention.
 QWEN_NEXT: dict[str, Any] = {
     "vocab_size": 151936,
     "num_key_value_heads": 2,

@@ -236,9 +236,9 @@ def test_parameters_are_as_many_as_those_of_transformers(name: str) -> None:
     assert count_parameters(ModelShape(config, VOCAB, VOCAB)) == theirs
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_four_ranks_share_query_groups(groups: int, pool: ProcessPool) -> None:
-    family = FAMILIES["qwen3-multi-query" if groups == 1 else "qwen3"]
+@pytest.mark.parametrize("name", ["qwen3-multi-query", "qwen3", "qwen3-next"])
+def test_four_ranks_share_query_groups(name: str, pool: ProcessPool) -> None:
+    family = FAMILIES[name]
     expected = compute_expected(family, list_parameters(family))
     weights = {n: t.numpy() for n, t in expected.weights.items()}
     outcomes = pool.run(4, compute_ours, dict(family.ours), weights, 4, True)

@@ -135,8 +135,9 @@ def divide_projection(
     """
     if query_norm is None or key_norm is None:
         return rotate_projection(qkv, cos, sin)
-    is_plain = isinstance(query_norm, RMSNorm) and not query_norm.zero_centred
-    if is_plain and isinstance(key_norm, RMSNorm) and not torch.compiler.is_compiling():
-        return normalise_projection(qkv, query_norm, key_norm, cos, sin)
+    if isinstance(query_norm, RMSNorm) and isinstance(key_norm, RMSNorm):
+        traced = torch.compiler.is_compiling()
+        if not (traced or query_norm.zero_centred):
+            return normalise_projection(qkv, query_norm, key_norm, cos, sin)
     query, key, value = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
     return rotate(query_norm(query), cos, sin), rotate(key_norm(key), cos, sin), value
