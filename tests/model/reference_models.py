@@ -314,9 +314,6 @@ _DELTA: dict[str, Any] = {
     "linear_attention_freq": "2",
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 10,
-    # A smaller number lets the output norm enlarge the rounding of fp32 to 1e-4 in transformers'
-    # model and here. A test in fp64 has the published one.
-    "linear_norm_epsilon": 1e-2,
 }
 
 _NEOX_SIZES = _SIZES | {
@@ -554,6 +551,8 @@ FAMILIES = {
         _LLAMA_SIZES
         | _DELTA_SIZES
         | {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "head_dim": 2 * HEAD_DIM}
+        # A smaller number lets the output norm enlarge the rounding of fp32 to 1e-4 in both models.
+        # A test in fp64 has the published one.
         | {"rms_norm_eps": 1e-2}
         | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
         | {"shared_expert_intermediate_size": 24, "mlp_only_layers": [1]}
@@ -562,7 +561,7 @@ FAMILIES = {
         | _DELTA
         | {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "kv_channels": 2 * HEAD_DIM}
         | {"qk_norm": "head", "attention_output_gate": True, "apply_layernorm_1p": True}
-        | {"layernorm_epsilon": 1e-2, "linear_norm_epsilon": None}
+        | {"layernorm_epsilon": 1e-2}
         | {"rotary_base": 100.0, "rotary_percent": 0.25, "num_experts": 4}
         | {"moe_ffn_hidden_size": 20, "moe_layer_freq": "([1]+[0]+[1]*2)"}
         | {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True},
@@ -577,7 +576,7 @@ FAMILIES = {
         _LLAMA
         | _DELTA
         | {"linear_num_key_heads": 4, "linear_num_value_heads": 4, "layernorm_epsilon": 1e-6}
-        | {"linear_allow_neg_eigval": True, "no_rope_layers": ":"}
+        | {"linear_allow_neg_eigval": True, "no_rope_layers": ":", "linear_norm_epsilon": 1e-5}
         | {"qk_norm": "full", "norm_placement": "output", "linear_norm_placement": "input"},
         _OLMO_NAMES,
     ),

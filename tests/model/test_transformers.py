@@ -156,9 +156,21 @@ def assert_close(ours: np.ndarray, theirs: np.ndarray, what: str, bound: float) 
     assert worst < bound, f"{what}: {worst:.2g} of the largest element"
 
 
+def get_family(name: str) -> Family:
+    """Return a family whose rounding in fp32 is small.
+
+    The output norm of Olmo-Hybrid has a constant, with which rounding exceeds the bound in both
+    models. The test in fp64 has the constant.
+    """
+    family = FAMILIES[name]
+    if name == "olmo-hybrid":
+        return replace(family, ours={**family.ours, "linear_norm_epsilon": 1e-2})
+    return family
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_one_rank_equals_transformers(name: str) -> None:
-    family = FAMILIES[name]
+    family = get_family(name)
     expected = compute_expected(family, list_parameters(family))
     weights = {n: t.numpy() for n, t in expected.weights.items()}
     check([compute_ours(dict(family.ours), weights, 1, False)], expected)
@@ -181,7 +193,7 @@ class InDouble:
             {"layernorm_epsilon": 1e-6},
             {"rms_norm_eps": 1e-6, "experts_implementation": "eager"},
         ),
-        ("olmo-hybrid", {"linear_norm_epsilon": 1e-5}, {}),
+        ("olmo-hybrid", {}, {}),
     ],
 )
 def test_hybrids_equal_transformers_in_fp64(
@@ -219,7 +231,7 @@ def test_hybrids_equal_transformers_in_fp64(
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_ranks_equal_transformers(name: str, pool: ProcessPool) -> None:
     """Test without and with sequence parallelism, which makes the gradients of norms partial."""
-    family = FAMILIES[name]
+    family = get_family(name)
     expected = compute_expected(family, list_parameters(family))
     weights = {n: t.numpy() for n, t in expected.weights.items()}
     for sequence_parallel in (False, True):
