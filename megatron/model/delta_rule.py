@@ -43,8 +43,11 @@ def number_tokens(documents: Documents, device: torch.device) -> tuple[Tensor, T
         lengths = torch.tensor([stop - start for start, stop in pairwise(bounds)])
         number = torch.arange(len(lengths)).repeat_interleave(lengths)
         rows.append((number, torch.arange(bounds[-1]) - torch.tensor(bounds)[number]))
-    numbers, ages = (torch.stack(each).to(device) for each in zip(*rows, strict=True))
-    return numbers, ages
+    numbers, ages = (torch.stack(each) for each in zip(*rows, strict=True))
+    if device.type == "cuda":
+        # The host would wait for a copy from memory that is not pinned.
+        numbers, ages = numbers.pin_memory(), ages.pin_memory()
+    return numbers.to(device, non_blocking=True), ages.to(device, non_blocking=True)
 
 
 def convolve(

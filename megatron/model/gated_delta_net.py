@@ -192,7 +192,7 @@ class GatedDeltaNet(nn.Module):
         )
         beta, alpha = (part.flatten(2).permute(1, 2, 0).to(wide) for part in parts[3:])
         step = F.softplus(alpha + bias.to(wide).unsqueeze(1))
-        mixed, state = apply_delta_rule(
+        mixed, state = (self.operators.delta_rule or apply_delta_rule)(
             normalise_length(query) * self.key_dim**-0.5,
             normalise_length(key),
             value,

@@ -1,6 +1,8 @@
 """The gated delta rule against its recurrent formula, and the layer against transformers'."""
 
 import itertools
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 from model.builders import build, some_tokens, tiny_config
 from torch import Tensor
 
+from megatron.extras.step.kernels.delta_rule import DeltaRuleKernel
 from megatron.model.delta_rule import apply_delta_rule, convolve
 from megatron.model.gated_delta_net import GatedDeltaNet
 from megatron.model.gpt import GPT
@@ -99,6 +102,52 @@ def test_the_rule_in_chunks_is_the_recurrence(length: int, divided: bool) -> Non
     query, key, value, decay, beta = (each.detach().float() for each in inputs)
     narrow, _ = apply_delta_rule(query, key, value, decay, beta, given)
     assert float((narrow - expected).detach().abs().max() / expected.detach().abs().max()) < 1e-5
+
+
+def stand_in(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute what the function of fla-core says of itself. Tensors are [b, s, heads, ...]."""
+    assert scale == 1.0
+    assert output_final_state
+    assert {x.dtype for x in (query, key, value)} == {torch.bfloat16}
+    assert cu_seqlens is None or (len(query) == 1 and cu_seqlens.dtype == torch.int64)
+    query, key, value, g, beta = (x.transpose(1, 2).double() for x in (query, key, value, g, beta))
+    if cu_seqlens is None:
+        out, last = apply_delta_rule(query, key, value, g, beta, state=initial_state)
+        return out.transpose(1, 2), last
+    parts = []
+    for start, stop in itertools.pairwise(cu_seqlens.tolist()):
+        part = (x[:, :, start:stop] for x in (query, key, value, g, beta))
+        parts.append(apply_delta_rule(*part))
+    return torch.cat([out for out, _ in parts], 2).transpose(1, 2), torch.cat([s for _, s in parts])
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_the_kernel_of_a_gpu_gets_what_it_reads(
+    divided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not installed here. A function with its arguments shows how it is called."""
+    monkeypatch.setitem(
+        sys.modules, "fla.ops.gated_delta_rule", SimpleNamespace(chunk_gated_delta_rule=stand_in)
+    )
+    # What 16 bits hold, so that both read the same values.
+    query, key, value, decay, beta = (x.detach().bfloat16().double() for x in draw(200))
+    documents = make_documents(200) if divided else None
+    compute = DeltaRuleKernel(in_bf16=True)
+    found = compute(query, key, value, decay, beta, documents)
+    expected = apply_delta_rule(query, key, value, decay, beta, documents)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
 def test_the_state_goes_on_where_it_was() -> None:
@@ -220,7 +269,8 @@ def test_the_layer_is_that_of_transformers(negative: bool) -> None:
     expected = theirs(x)
     expected = expected[0] if isinstance(expected, tuple) else expected
     found = ours(x.transpose(0, 1), Positions(), START).transpose(0, 1)
-    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-5
+    difference = (found - expected).detach().abs().max() / expected.detach().abs().max()
+    assert float(difference) < 1e-5
     weight = torch.randn(expected.shape, generator=generator)
     for out in (found, expected):
         (out * weight).sum().backward()
