@@ -128,6 +128,7 @@ def count_linear_surplus(
     """
     if not shape.linear_layers:
         return 0
+    # Norms and MLP are the same, whatever the kind of attention is.
     kinds: tuple[AttentionKind, ...] = ("gated_delta_net", "dot_product")
     linear, other = (
         _count(

@@ -96,6 +96,7 @@ class LinearLayers:
                 f"layer_types {', '.join(unknown or [_FULL])} are not supported here in this "
                 f"class, only {_LINEAR} and {_FULL}"
             )
+        # transformers accepts any sizes, and fails when it builds the model.
         found = {name: int(hf[name]) for name in _SIZES} | {name: hf[name] for name in self.same}
         keys, values = found["linear_num_key_heads"], found["linear_num_value_heads"]
         if min(found[name] for name in _SIZES) < 1 or values % keys:
@@ -103,6 +104,7 @@ class LinearLayers:
                 f"linear_num_value_heads {values} must be a multiple of linear_num_key_heads "
                 f"{keys}, and all sizes of linear layers must be at least 1"
             )
+        # A number would have to divide the layers evenly, and a list is always exact.
         chosen = [at for at, kind in enumerate(kinds) if kind == _LINEAR]
         return found | {
             **self.fixed,
@@ -125,6 +127,7 @@ class OptionalRope(Rope):
         """See `Pair`."""
         shape = ModelShape(model, 0, 0)
         layers = set(range(model.num_layers)) - shape.linear_layers
+        # Gated delta nets have no positions in any case.
         rotated = {shape.describe_layer(layer).rotary for layer in layers}
         if rotated == {False}:
             return {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
@@ -137,6 +140,7 @@ class OptionalRope(Rope):
 
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `Pair`."""
+        # transformers gives a config.json without a base the base None, and rotates nothing then.
         if (hf.get("rope_parameters") or {}).get("rope_theta") is None:
             return {"no_rope_layers": ":"}
         return super().read(hf)
@@ -175,12 +179,14 @@ def _get_hidden_size(shape: ModelShape) -> int:
 
 
 QWEN_PACKED = (
+    # A head has its query before its gate.
     Packed(
         "self_attn.q_proj",
         {"self_attn.q_proj.query": _get_head_dim, "self_attn.q_proj.gate": _get_head_dim},
         lambda shape: shape.config.num_attention_heads,
         linear=False,
     ),
+    # A key head has the values and the gates of all value heads that share it.
     Packed(
         "linear_attn.in_proj_qkvz",
         {
@@ -199,6 +205,7 @@ QWEN_PACKED = (
         },
         _get_key_heads,
     ),
+    # The channels are not interleaved here.
     Packed(
         "linear_attn.conv1d",
         {
@@ -208,7 +215,7 @@ QWEN_PACKED = (
         },
     ),
 )
-"""The tensors of Qwen3-Next. A head has its query before its gate."""
+"""The tensors of Qwen3-Next that hold several of our parameters."""
 QWEN_LINEAR_MODULES = {
     "attention.query": "linear_attn.in_proj_qkvz.query",
     "attention.key": "linear_attn.in_proj_qkvz.key",
@@ -235,6 +242,7 @@ OLMO_PACKED = (
         },
         in_files=False,
     ),
+    # Layers with attention have no norm of this name.
     Packed("input_layernorm", {"attention_layer_norm": _get_hidden_size}, in_files=False),
     Packed(
         "post_attention_layernorm", {"feedforward_layer_norm": _get_hidden_size}, in_files=False

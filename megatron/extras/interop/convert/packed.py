@@ -56,7 +56,9 @@ class Packed:
 def divide_packed(packed: Sequence[Packed], shape: ModelShape, name: str) -> dict[str, RowPart]:
     """Return the parts of a stored tensor by their names. There are none if it is not packed."""
     for each in packed:
+        # The prefix of a model without its head is shorter, so only the layer's number is read.
         match = re.fullmatch(rf"(.*\.(\d+)\.){re.escape(each.module)}\.(\w+)", name)
+        # The same name has another meaning in the other kind of layers.
         if match is None or (int(match[2]) in shape.linear_layers) != each.linear:
             continue
         rows = [size(shape) for size in each.parts.values()]
@@ -85,6 +87,7 @@ def join_packed(
         complete = f"{module.removesuffix(part)}{each.module}.{leaf}"
         found = waiting.setdefault(complete, {})
         found[part] = tensor
+        # The parts of a layer are neighbours in our order, so only a few wait.
         if len(found) == len(each.parts):
             groups = each.groups(shape)
             rows = [found[own].unflatten(0, (groups, -1)) for own in each.parts]
