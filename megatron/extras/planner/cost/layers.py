@@ -428,6 +428,8 @@ class LayerTimes:
         # The gradient of a bias is a sum over all tokens.
         size += operators * (self._mlp_in + h) * self._shape.has_mlp_bias
         size += operators * (projected + h) * self._shape.has_attention_bias
+        # A sigmoid and a product, and their gradients.
+        size += operators * 13 * self._q * config.attention_output_gate
         if self._k < self._q:
             # Queries of a group are copied to one piece.
             size += operators * 4 * self._q
@@ -504,12 +506,10 @@ class LayerTimes:
         size = self._value * self._tokens * self._shape.config.hidden_size
         once = self._time_collective(size, passes=1)
         added = 0.0
-        queries, _, mlp, _ = self._list_projections()
-        for product in (queries, mlp):
+        for products in self._list_entries():
             # The sum of the input's gradient needs the product of the input.
-            of_input, of_weight = (
-                self._time_gemms([each]) for each in self._derive_backward(product)
-            )
+            pairs = [self._derive_backward(product) for product in products]
+            of_input, of_weight = (self._time_gemms(each) for each in zip(*pairs, strict=True))
             contention = self._software.contention
             if self._layout.sequence_parallel:
                 added += estimate_added_seconds(once, of_input, contention)
@@ -517,6 +517,11 @@ class LayerTimes:
             else:
                 added += estimate_added_seconds(2 * once, of_weight, contention)
         return added
+
+    def _list_entries(self) -> list[list[Gemm]]:
+        """Return the products at each entry of a tensor-parallel region."""
+        first, _, third, _ = self._list_projections()
+        return [[first], [third]]
 
     def _time_collective(self, size: float, passes: int) -> float:
         return estimate_collective_seconds(size, self._layout.tensor, self._hardware, passes=passes)
