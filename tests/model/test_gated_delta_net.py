@@ -127,8 +127,9 @@ def stand_in(
         return out.transpose(1, 2), last
     parts = []
     for start, stop in itertools.pairwise(cu_seqlens.tolist()):
-        part = (x[:, :, start:stop] for x in (query, key, value, g, beta))
-        parts.append(apply_delta_rule(*part))
+        own = slice(start, stop)
+        q, k, v, decay, rate = (x[:, :, own] for x in (query, key, value, g, beta))
+        parts.append(apply_delta_rule(q, k, v, decay, rate))
     return torch.cat([out for out, _ in parts], 2).transpose(1, 2), torch.cat([s for _, s in parts])
 
 
