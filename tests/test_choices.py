@@ -202,6 +202,13 @@ USES: dict[str, list[Callable[[Any], object]]] = {
     "model.experimental_attention_variant": [
         use_model("experimental_attention_variant", linear_attention_freq="2")
     ],
+    "model.linear_norm_placement": [
+        use_model(
+            "linear_norm_placement",
+            experimental_attention_variant="gated_delta_net",
+            linear_attention_freq="2",
+        )
+    ],
     "model.linear_time_step": [
         use_model(
             "linear_time_step",

@@ -95,6 +95,9 @@ class ModelConfig:
     """Where attention and MLP of a layer have their norms. input: before them, as in
     GPT-2 (pre-norm). output: after them, before the sum with the residual stream, as in OLMo 2
     (https://arxiv.org/abs/2501.00656)."""
+    apply_layernorm_1p: bool = False
+    """Store the weight of a norm minus 1, as in Qwen3-Next. It starts at 0, and 1 is added in fp32.
+    Norms have no weight decay in either form. Not for the output norm of a gated delta net."""
     norm_bias: bool = True
     """Use biases in LayerNorm. RMSNorm has none. Off (--no-norm-bias): LayerNorm has none
     either."""
@@ -131,6 +134,9 @@ class ModelConfig:
     embed_layernorm: bool = False
     """Normalise the word embedding's output, which gives fewer loss spikes at 100B scale. It has
     weights, so it cannot be turned on or off on resume."""
+    attention_output_gate: bool = False
+    """Multiply the result of attention by a sigmoid of a projection of its input
+    (https://arxiv.org/abs/2505.06708), as in Qwen3-Next."""
     hidden_dropout: Annotated[float, PROBABILITY] = 0.1
     """Dropout probability on the residual branches and the embedding. 0 turns it off."""
     softmax_type: SoftmaxType = "vanilla"
@@ -246,6 +252,9 @@ class ModelConfig:
     linear_norm_epsilon: Annotated[float | None, POSITIVE] = None
     """Gated delta net: added to the mean square in its output norm. Default:
     --layernorm-epsilon."""
+    linear_norm_placement: NormPlacement | None = None
+    """Gated delta net: where the norms of its layers are, see --norm-placement. Olmo-Hybrid has
+    input here and output in its layers with attention. Default: --norm-placement."""
     linear_time_step: TimeStep = "one"
     """Gated delta net: initial values of dt_bias. one: 1, as in Qwen3-Next. log-uniform: steps from
     0.001 to 0.1, as in Mamba (https://arxiv.org/abs/2312.00752) and Olmo-Hybrid."""
@@ -254,6 +263,11 @@ class ModelConfig:
     def has_dropout(self) -> bool:
         """Whether training drops anything."""
         return max(self.hidden_dropout, self.attention_dropout) > 0
+
+    @property
+    def has_norms_first(self) -> bool:
+        """Whether some layers have their norms before attention and MLP."""
+        return "input" in (self.norm_placement, self.linear_norm_placement)
 
     @property
     def activation_name(self) -> Activation | GLU:

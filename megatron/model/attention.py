@@ -41,10 +41,12 @@ from megatron.model.packed_attention import attend_packed
 from megatron.model.positions import Positions, rotate
 from megatron.model.shape import LayerDescription, ModelShape
 from megatron.parallel.context import Keys
+from megatron.parallel.entered_linear import apply_entered_linears
 from megatron.parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     SharedGroupsLinear,
+    list_numbers,
     make_sharded,
     split_evenly,
 )
@@ -159,7 +161,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, positions: Positions, dropout_key: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h]. With sequence parallelism both are [s/t, b, h]."""
-        query, key, value = self._project(x, positions)
+        projected, gate = self._enter(x)
+        query, key, value = self._project(projected, positions)
         # A mask is a function of its place. Only a kernel that draws its own masks needs the random
         # state of the forward pass again.
         if self.recompute_core and torch.is_grad_enabled():
@@ -176,14 +179,18 @@ class Attention(nn.Module):
         else:
             context = self._compute_core(query, key, value, positions, dropout_key)
         # The output projection reads [s, b, n d/t].
-        return self.out(context.permute(2, 0, 1, 3).flatten(2))
+        attended = context.permute(2, 0, 1, 3).flatten(2)
+        if gate is not None:
+            attended = attended * gate.sigmoid()
+        return self.out(attended)
 
     def find_largest_logit(self, x: Tensor, positions: Positions) -> Tensor:
         """Return the largest logit of this rank's heads on [s, b, h], a scalar in fp32.
 
         See `find_largest_attention_logit`. With sequence parallelism the input is [s/t, b, h].
         """
-        query, key, _ = self._project(x, positions)
+        projected, _ = self._enter(x)
+        query, key, _ = self._project(projected, positions)
         return find_largest_attention_logit(
             query,
             key,
@@ -192,6 +199,10 @@ class Attention(nn.Module):
             self.window,
             positions.context,
         )
+
+    def _enter(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return what `_project` takes, and the logits of the gate, or None."""
+        return x, None
 
     def _project(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
         """Return the inputs of the attention core.
@@ -302,15 +313,40 @@ class SelfAttention(Attention):
             self.qkv = SharedGroupsLinear(specs, "qkv", tp)
         self.q_norm = build_query_key_norm(config, specs.get("q_norm.weight"), tp)
         self.k_norm = build_query_key_norm(config, specs.get("k_norm.weight"), tp)
+        self.gate: ColumnParallelLinear | None = None
+        if config.attention_output_gate:
+            self.gate = ColumnParallelLinear(specs, "gate", tp)
         self._add_output(specs, tp)
 
+    def _enter(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the projection to queries, keys and values, and the logits of the gate.
+
+        Both are [s, b, ...]. Without a gate, the second is None.
+        """
+        if self.gate is None:
+            return self.qkv(x), None
+        numbers: list[Tensor] = []
+        if isinstance(self.qkv, SharedGroupsLinear):
+            matrix = self.qkv.join()
+        else:
+            matrix = (self.qkv.weight, self.qkv.bias)
+            numbers = list_numbers(self.qkv, self.gate)
+        # The tensor-parallel region is entered once for both matrices.
+        projected, gate = apply_entered_linears(
+            x,
+            [matrix, (self.gate.weight, self.gate.bias)],
+            self.gate.tp,
+            numbers=numbers,
+            products=self.qkv.products,
+        )
+        return projected, trim_columns(gate, self.gate.weight.shape[0])
+
     def _project(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Attention`."""
+        """See `Attention`. The projection [s, b, (n/t + 2 g/t) d] may have padding."""
         # If several ranks share a group, read 1 for g/t and n/t for n/g in the shapes below.
-        qkv = self.qkv(x)
-        s, b, _ = qkv.shape
+        s, b, _ = x.shape
         queries = self.heads_per_group
-        qkv = trim_columns(qkv, self.groups * (queries + 2) * self.head_dim)
+        qkv = trim_columns(x, self.groups * (queries + 2) * self.head_dim)
         qkv = qkv.view(s, b, self.groups, queries + 2, self.head_dim)  # [s, b, g/t, n/g + 2, d]
         query, key, value = self._divide(qkv, positions)
         if self.query_factor != 1.0:

@@ -79,7 +79,7 @@ class Block(nn.Module):
         self.attention_output_norm: Norm | None = None
         self.post_attention_norm: Norm | None = None
         self.mlp_output_norm: Norm | None = None
-        norm_first = {"input": True, "output": False}[config.norm_placement]
+        norm_first = {"input": True, "output": False}[layer.norms]
         if norm_first:
             self.input_norm = build_norm(config, tp)
         self.parallel_residual = config.parallel_residual

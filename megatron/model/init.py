@@ -29,7 +29,8 @@
 | *.attention.dt_bias           | TIME_STEP     | 1 or log(exp(10^U(-3,-1))-1) |
 
 sigma is `--init-method-std`. `--output-init-method-std` replaces sigma / sqrt(2 layers). With
-`--parametrization`, the deviations of NORMAL and SCALED_NORMAL are others, see `ModelShape`. A
+`--parametrization`, the deviations of NORMAL and SCALED_NORMAL are others, see `ModelShape`. With
+`--apply-layernorm-1p`, norms are ZERO, except that of a gated delta net. A
 parameter's `ParameterSpec` states its kind. Its name decides
 nothing. A test compares this table with the specs. Rows that only pad the vocabulary are zero.
 The engines set them, not this module.

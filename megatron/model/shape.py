@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from megatron.config.layer_choice import choose_layers, find_expert_layers, find_linear_layers
-from megatron.config.model import AttentionKind, MLPKind, ModelConfig
+from megatron.config.model import AttentionKind, MLPKind, ModelConfig, NormPlacement
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,8 @@ class LayerDescription:
     """Number of tokens that a token attends to, itself included. None: no limit."""
     attention: AttentionKind = "dot_product"
     mlp: MLPKind = "dense"
+    norms: NormPlacement = "input"
+    """Where attention and MLP have their norms."""
 
     @property
     def experts(self) -> bool:
@@ -89,6 +91,14 @@ class ModelShape:
         return find_expert_layers(self.config.moe_layer_freq, self.config.num_layers)
 
     @property
+    def linear_layers(self) -> frozenset[int]:
+        """Numbers of the layers with a gated delta net in place of attention."""
+        frequency = self.config.linear_attention_freq
+        if self.config.experimental_attention_variant is None or frequency is None:
+            return frozenset()
+        return find_linear_layers(frequency, self.config.num_layers)
+
+    @property
     def position_table_size(self) -> int:
         """Rows of the table of learned positions, 0 without such a table."""
         match self.config.position_embedding_type:
@@ -146,9 +156,10 @@ class ModelShape:
         """Return the description of layer number `index` of the complete model, from 0."""
         config = self.config
         mlp: MLPKind = "experts" if index in self.expert_layers else "dense"
-        kind, frequency = config.experimental_attention_variant, config.linear_attention_freq
-        if kind and frequency and index in find_linear_layers(frequency, config.num_layers):
-            return LayerDescription(index, rotary=False, window=None, attention=kind, mlp=mlp)
+        kind = config.experimental_attention_variant
+        if kind and index in self.linear_layers:
+            norms = config.linear_norm_placement or config.norm_placement
+            return LayerDescription(index, False, None, kind, mlp, norms)
         return LayerDescription(
             number=index,
             rotary=config.position_embedding_type == "rotary"
@@ -158,6 +169,7 @@ class ModelShape:
             else config.sliding_window,
             attention=self.attention,
             mlp=mlp,
+            norms=config.norm_placement,
         )
 
     @property

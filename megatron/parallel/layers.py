@@ -167,12 +167,16 @@ class SharedGroupsLinear(nn.Module):
 
         The result may have padding. See `apply_entered_linears`.
         """
+        (out,) = apply_entered_linears(x, [self.join()], self.tp, products=self.products)
+        return out
+
+    def join(self) -> tuple[Tensor, Tensor | None]:
+        """Return the weight and the bias of this rank's queries and its group's key and value."""
         weight = torch.cat((self.weight, self.shared_weight[self.own_pair]))
         bias = None
         if self.bias is not None and self.shared_bias is not None:
             bias = torch.cat((self.bias, self.shared_bias[self.own_pair]))
-        (out,) = apply_entered_linears(x, [(weight, bias)], self.tp, products=self.products)
-        return out
+        return weight, bias
 
 
 class RowParallelLinear(nn.Module):

@@ -163,7 +163,8 @@ def _find_obstacle(name: str, plan: Plan, device: KernelDevice) -> str | None:
         "rope_fusion": config.model.position_embedding_type != "rotary"
         or config.model.multi_latent_attention,
         "bias_swiglu_fusion": not get_activation(config.model).has_kernel,
-        "residual_norm_fusion": config.model.norm_placement != "input"
+        "residual_norm_fusion": not config.model.has_norms_first
+        or config.model.apply_layernorm_1p
         or config.precision.fp32_residual_connection,
         "adamw_fusion": config.optimizer.optimizer != "adam" or config.parallel.deepspeed,
     }

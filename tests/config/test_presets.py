@@ -57,6 +57,7 @@ NAMES = (
     "olmo3-7b",
     "olmo3-32b",
     "olmoe-1b-7b",
+    "olmo-hybrid-7b",
     "pythia-14m",
     "pythia-31m",
     "pythia-70m",
@@ -74,6 +75,7 @@ NAMES = (
     "qwen3-14b",
     "qwen3-30b-a3b",
     "qwen3-32b",
+    "qwen3-next-80b-a3b",
     "smollm3-3b",
     "tr1-13b",
     "tr8-104b",
@@ -107,6 +109,7 @@ def test_names_are_ordered_by_their_numbers():
         "14b",
         "30b-a3b",
         "32b",
+        "next-80b-a3b",
     ]
 
 

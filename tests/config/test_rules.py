@@ -256,6 +256,10 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         {**HYBRID, "fp8_format": "e4m3", "fp8_recipe": "rowwise", "bf16": True},
         "--fp8-format e4m3 was not compared with",
     ),
+    (
+        {"attention_output_gate": True, "deepspeed": True},
+        "--attention-output-gate was not compared with --deepspeed",
+    ),
     ({"base_width": 0}, "--base-width 0 must be at least 1"),
     ({"qk_norm": "full"}, "--qk-norm full needs --normalization RMSNorm, not LayerNorm"),
     ({"goldfish_k": 1, "goldfish_loss": True}, "--goldfish-k 1 must be at least 2"),
@@ -570,6 +574,10 @@ UNUSUAL: list[tuple[dict[str, object], str]] = [
     (
         {"residual_norm_fusion": True, "norm_placement": "output"},
         "--residual-norm-fusion has no effect without --norm-placement input.",
+    ),
+    (
+        {"residual_norm_fusion": True, "apply_layernorm_1p": True},
+        "--residual-norm-fusion has no effect with --apply-layernorm-1p, which no kernel has",
     ),
     (
         {"bias_swiglu_fusion": True},

@@ -50,6 +50,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "linear_attention_freq": "2",
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
+        "attention_output_gate": True,
     },
 }
 DISTRIBUTIONS = {

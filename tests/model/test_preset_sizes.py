@@ -47,6 +47,37 @@ QWEN3: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0,
 }
+# Without `layer_types`, every fourth layer has attention.
+QWEN_NEXT: dict[str, Any] = {
+    "vocab_size": 151936,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000000.0,
+    "partial_rotary_factor": 0.25,
+    "tie_word_embeddings": False,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+OLMO_HYBRID: dict[str, Any] = {
+    "vocab_size": 100352,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "linear_num_key_heads": 30,
+    "linear_num_value_heads": 30,
+    "linear_key_head_dim": 96,
+    "linear_value_head_dim": 192,
+    "linear_conv_kernel_dim": 4,
+    "linear_allow_neg_eigval": True,
+}
 # The released models have another rope_theta, because their context was extended.
 APERTUS: dict[str, Any] = {
     "vocab_size": 131072,
@@ -207,6 +238,8 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt-oss-20b": ("GptOss", describe(24, 2880, 64, 2880, num_local_experts=32, **GPT_OSS)),
     "gpt-oss-120b": ("GptOss", describe(36, 2880, 64, 2880, num_local_experts=128, **GPT_OSS)),
+    "qwen3-next-80b-a3b": ("Qwen3Next", describe(48, 2048, 16, 5120, **QWEN_NEXT)),
+    "olmo-hybrid-7b": ("OlmoHybrid", describe(32, 3840, 30, 11008, **OLMO_HYBRID)),
     "smollm3-3b": ("SmolLM3", describe(36, 2048, 16, 11008, **SMOLLM3)),
     "apertus-8b": (
         "Apertus",
@@ -235,22 +268,26 @@ def test_every_preset_with_a_class_of_transformers_is_compared():
 def count_in_transformers(model: str, published: dict[str, Any]) -> int:
     """Return the parameters of a model of `transformers`, each counted once.
 
-    All layers but the first ones have the same parameters. Two models of few layers therefore give
-    the total.
+    All layers have the same parameters, unless some have no attention, or the first ones have no
+    experts. Two models of few layers therefore give the total.
     """
     config_class = getattr(transformers, f"{model}Config")
     suffix = "LMHeadModel" if model == "GPT2" else "ForCausalLM"
     model_class = getattr(transformers, f"{model}{suffix}")
     depth_key = "n_layer" if "n_layer" in published else "num_hidden_layers"
     counts = []
+    complete = published[depth_key]
     first = 1 + published.get("first_k_dense_replace", 0)
-    for depth in (first, first + 1):
+    depths = (first, first + 1)
+    for depth in (complete,) if "linear_num_key_heads" in published else depths:
         ids = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
         config = config_class(**published | ids | {depth_key: depth})
         with torch.device("meta"):
             built = model_class(config)
         counts.append(sum(parameter.numel() for parameter in built.parameters()))
-    return int(counts[0] + (published[depth_key] - first) * (counts[1] - counts[0]))
+    if len(counts) == 1:
+        return int(counts[0])
+    return int(counts[0] + (complete - first) * (counts[1] - counts[0]))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -283,6 +320,8 @@ OUR_NAMES = {
     "num_local_experts": "num_experts",
     "num_experts_per_tok": "moe_router_topk",
     "moe_intermediate_size": "moe_ffn_hidden_size",
+    "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+    "partial_rotary_factor": "rotary_percent",
 }
 
 
@@ -311,7 +350,7 @@ def test_preset_has_the_values_of_the_published_configuration(name: str):
         elif key == "norm_topk_prob":
             assert shape.config.moe_router_pre_softmax is not value
         else:
-            assert getattr(shape.config, OUR_NAMES[key]) == value, key
+            assert getattr(shape.config, OUR_NAMES.get(key, key)) == value, key
 
 
 OF_FAMILY = {
@@ -327,12 +366,14 @@ OF_FAMILY = {
     "llama3": "llama",
     "mistral": "mistral",
     "mixtral": "mixtral",
+    "olmo": "olmo-hybrid",
     "olmo2": "olmo2",
     "olmo3": "olmo3",
     "olmoe": "olmoe",
     "pythia": "gpt-neox",
     "qwen3": "qwen3",
     "qwen3-moe": "qwen3-moe",
+    "qwen3-next": "qwen3-next",
     "smollm3": "smollm3",
     "tr1": "gpt2",
     "tr8": "gpt2",
@@ -355,7 +396,7 @@ OTHER_PARTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", list_preset_names())
 def test_preset_has_the_parts_that_were_compared_with_transformers(name: str):
     word = "qwen3-moe" if name == "qwen3-30b-a3b" else name.split("-")[0]
-    if name.startswith(("gpt-oss", "deepseek")):
+    if name.startswith(("gpt-oss", "deepseek", "qwen3-next")):
         word = "-".join(name.split("-")[:2])
     family = tiny_config(**dict(FAMILIES[OF_FAMILY[word]].ours))
     model = build_preset_shape(read_preset(name)).config
@@ -363,7 +404,8 @@ def test_preset_has_the_parts_that_were_compared_with_transformers(name: str):
         *("position_embedding_type", "rope_scaling", "normalization", "norm_placement"),
         *("norm_bias", "qk_norm", "glu_activation", "activation", "bias_gelu_fusion"),
         *("add_bias_linear", "add_qkv_bias", "parallel_residual", "embed_layernorm"),
-        *("add_attention_bias", "add_mlp_bias"),
+        *("add_attention_bias", "add_mlp_bias", "attention_output_gate", "apply_layernorm_1p"),
+        *("experimental_attention_variant", "linear_allow_neg_eigval", "linear_norm_placement"),
         *(
             "softmax_type",
             "full_attention_layers",
@@ -417,6 +459,8 @@ def test_a_complete_model_of_transformers_has_the_extrapolated_size():
         ("deepseek-v3", 671_026_404_352),
         ("deepseek-v2-lite", 15_706_484_224),
         ("moonlight-16b-a3b", 15_960_108_544),
+        ("qwen3-next-80b-a3b", 79_674_391_296),
+        ("olmo-hybrid-7b", 7_430_870_688),
     ],
 )
 def test_preset_has_the_published_parameters(name: str, total: int):
@@ -429,6 +473,8 @@ def test_preset_has_the_published_parameters(name: str, total: int):
         ("olmoe-1b-7b", 1_282_017_280, 1.28),
         ("qwen3-30b-a3b", 3_353_032_704, 3.35),
         ("mixtral-8x7b", 12_879_925_248, 12.9),
+        # Its owners count 3 billions, without embedding and output matrix.
+        ("qwen3-next-80b-a3b", 3_874_929_408, 3.87),
         ("llama2-7b", 6_738_415_616, 6.74),
         ("deepseek-v3", 37_552_282_624, 37.55),
     ],

@@ -99,6 +99,7 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     OneOf(("model.activation", "model.glu_activation"), ": the first is for an MLP without a gate"),
     if_given(model.check_query_key_norm, "model.qk_norm"),
     if_given(model.check_sinks, "model.softmax_type"),
+    if_given(model.check_output_gate, "model.attention_output_gate"),
     if_given(model.check_parametrization, "model.parametrization"),
     if_given(latent_attention.check_latent_attention, latent_attention.LATENT),
     if_given(linear_attention.check_linear_attention, linear_attention.VARIANT),
@@ -272,7 +273,16 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         lambda config: config.model.activation_name in _WITHOUT_KERNEL,
         "kernels.bias_swiglu_fusion",
     ),
-    no_effect_unless("model.norm_placement", ("input",), "kernels.residual_norm_fusion"),
+    no_effect(
+        "without --norm-placement input",
+        lambda config: not config.model.has_norms_first,
+        "kernels.residual_norm_fusion",
+    ),
+    no_effect(
+        "with {model.apply_layernorm_1p}, which no kernel has",
+        lambda config: config.model.apply_layernorm_1p,
+        "kernels.residual_norm_fusion",
+    ),
     no_effect_unless("optimizer.optimizer", ("adam",), "kernels.adamw_fusion"),
     no_effect("with --deepspeed", lambda c: c.parallel.deepspeed, "kernels.adamw_fusion"),
     no_effect(

@@ -46,7 +46,10 @@ LATENT_FIELDS = (
 """Fields that have no effect without latent attention."""
 _FOLDED = {"parametrization", "base_width", "base_depth", "base_kv_channels"}
 """Fields whose factors an export multiplies into the weights. See `folding`."""
-NOT_ARCHITECTURE = {"seq_length", "hidden_dropout", "output_init_method_std", *_FOLDED}
+NOT_ARCHITECTURE = {
+    *("seq_length", "hidden_dropout", "output_init_method_std", "linear_time_step"),
+    *_FOLDED,
+}
 """Fields that a class may lack. They do not change what a trained model computes."""
 
 
@@ -480,10 +483,27 @@ def describe_expert_layers(chosen: Collection[int], num_layers: int) -> str:
         chosen: Numbers of the layers with experts.
         num_layers: Layers of the model.
     """
-    flags = [int(number in chosen) for number in range(num_layers)]
-    if all(flags):
+    if len(chosen) == num_layers:
         return "1"
+    return describe_chosen_layers(chosen, num_layers)
+
+
+def describe_chosen_layers(chosen: Collection[int], num_layers: int) -> str:
+    """Return the list with a 1 for each of these layers, as in ([0]*1+[1]*15)."""
+    flags = [int(number in chosen) for number in range(num_layers)]
     return "(" + "+".join(f"[{flag}]*{len(list(run))}" for flag, run in groupby(flags)) + ")"
+
+
+def _normalise_latents(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of latent attention as `normalise_model` sets them."""
+    if not model.multi_latent_attention:
+        return {name: _DEFAULTS[name] for name in LATENT_FIELDS}
+    found: dict[str, Any] = {
+        "latent_norm_epsilon": model.latent_norm_epsilon or model.layernorm_epsilon
+    }
+    if model.rope_scaling != "yarn":
+        found |= {name: _DEFAULTS[name] for name in ("mscale", "mscale_all_dim")}
+    return found
 
 
 def _leave_out_one(factor: float | None) -> float | None:
@@ -520,14 +540,22 @@ def normalise_model(model: ModelConfig) -> ModelConfig:
         used = {} if model.rope_scaling is None else _OF_ROPE_SCALING[model.rope_scaling]
         every = {name for each in _OF_ROPE_SCALING.values() for name in each}
         unused += every - used.keys()
+    if model.position_embedding_type == "rotary" and not any(
+        shape.describe_layer(layer).rotary for layer in range(model.num_layers)
+    ):
+        unused += Rope().model_fields
     if model.sliding_window is None:
         unused.append("full_attention_layers")
-    if not model.multi_latent_attention:
-        unused += LATENT_FIELDS
+    changes |= _normalise_latents(model)
+    if shape.linear_layers:
+        changes["linear_attention_freq"] = describe_chosen_layers(
+            shape.linear_layers, model.num_layers
+        )
+        changes["linear_norm_epsilon"] = model.linear_norm_epsilon or model.layernorm_epsilon
+        changes["linear_norm_placement"] = model.linear_norm_placement or model.norm_placement
     else:
-        changes["latent_norm_epsilon"] = model.latent_norm_epsilon or model.layernorm_epsilon
-        if model.rope_scaling != "yarn":
-            unused += ["mscale", "mscale_all_dim"]
+        unused += [name for name in _DEFAULTS if name.startswith("linear_")]
+        unused.append("experimental_attention_variant")
     if model.num_experts is None:
         unused += [name for name in _DEFAULTS if name.startswith("moe_")]
     else:

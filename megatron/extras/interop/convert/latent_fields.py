@@ -39,7 +39,10 @@ NO_LATENTS = {
     if each.name in LATENT_FIELDS or each.name == "multi_latent_attention"
 }
 """The fields of latent attention in a class without it."""
+LATENT_QUERY = "self_attn.q_b_proj"
+"""Their name of the matrix that gives queries from latent vectors."""
 LATENT_MODULES = {
+    "attention.query": "self_attn.q_proj",
     "attention.query_down": "self_attn.q_a_proj",
     "attention.query_norm": "self_attn.q_a_layernorm",
     "attention.latent_down": "self_attn.kv_a_proj_with_mqa",
@@ -50,14 +53,9 @@ LATENT_MODULES = {
     "mlp.shared.down": "mlp.shared_experts.down_proj",
     "mlp.router.balance": "mlp.gate.e_score_correction_bias",
 }
-"""Our module -> theirs, beside those of Llama. See `name_query` for queries."""
+"""Our module -> theirs, beside those of Llama."""
 BALANCE = "mlp.router.balance"
 """Our name inside a layer of the bias of balancing."""
-
-
-def name_query(model: ModelConfig) -> str:
-    """Return their name of the matrix that gives queries."""
-    return "self_attn.q_proj" if model.q_lora_rank is None else "self_attn.q_b_proj"
 
 
 @lru_cache(maxsize=64)

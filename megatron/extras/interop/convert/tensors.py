@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.extras.interop.convert.architectures import Architecture
-from megatron.extras.interop.convert.latent_fields import BALANCE, name_query, order_rows
+from megatron.extras.interop.convert.latent_fields import BALANCE, LATENT_QUERY, order_rows
 from megatron.model.gpt import GPT
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
@@ -56,7 +56,9 @@ class TensorPair:
             parts = tuple(part[list(self.order)] for part in parts)
         if self.transposed:
             parts = tuple(part.t() for part in parts)
-        return tuple(part.contiguous() for part in parts)
+        # The kernel of a convolution has one more dimension of size 1.
+        sized = zip(parts, self.hf_shapes, strict=True)
+        return tuple(part.reshape(size).contiguous() for part, size in sized)
 
     def from_hf(self, parts: Sequence[Tensor]) -> Tensor:
         """Return our tensor with the numbers of Hugging Face's."""
@@ -67,7 +69,8 @@ class TensorPair:
             ours[list(self.order)] = parts[0]
             return ours
         if self.rows is None:
-            return torch.cat(list(parts))
+            whole = torch.cat(list(parts))
+            return whole if whole.dim() == len(self.shape) else whole.view(self.shape)
         groups, heads, width = self.rows
         if self.fused:
             rows = groups * width
@@ -127,17 +130,22 @@ def _pair_tensor(
     order = None
     if shape.config.multi_latent_attention:
         order = order_rows(inside, shape.config)
-    if module == "attention.query":
-        hf_name = f"{prefix}{name_query(shape.config)}.{leaf}"
-    elif inside in architecture.modules:
+    modules = dict(architecture.modules)
+    if layer in shape.linear_layers:
+        modules |= architecture.linear_modules
+    elif shape.config.q_lora_rank is not None:
+        modules["attention.query"] = LATENT_QUERY
+    if inside in modules:
         # The table of positions is a parameter of our embedding, and a module of `transformers`.
-        hf_name = prefix + architecture.modules[inside]
-    elif module in architecture.modules:
-        hf_name = f"{prefix}{architecture.modules[module]}.{leaf}"
+        hf_name = prefix + modules[inside]
+    elif module in modules:
+        hf_name = f"{prefix}{modules[module]}.{leaf}"
     else:
         raise ConfigError(f"{architecture.model_type} has no tensor for our {name}")
     transposed = module in architecture.transposed and len(size) == 2
     hf_size = size[::-1] if transposed else size
+    if leaf.endswith("_convolution"):
+        hf_size = (size[0], 1, size[1])
     return TensorPair(
         name, size, (hf_name,), (hf_size,), layer, transposed, None, fused=False, order=order
     )

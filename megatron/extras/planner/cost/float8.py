@@ -85,8 +85,11 @@ def list_attention_linears(shape: ModelShape, tensor: int) -> list[Linear]:
     q = config.num_attention_heads * shape.head_dim
     k = shape.query_groups * shape.head_dim
     own_k = max(1, shape.query_groups // tensor) * shape.head_dim
+    queries: tuple[int, ...] = (q // tensor + 2 * own_k,)
+    if config.attention_output_gate:
+        queries += (q // tensor,)
     return [
-        Linear(h, (q // tensor + 2 * own_k,), row_parallel=False, complete=(q + 2 * k, h)),
+        Linear(h, queries, row_parallel=False, complete=(q + 2 * k, h)),
         Linear(q // tensor, (h,), row_parallel=True, complete=(h, q)),
     ]
 

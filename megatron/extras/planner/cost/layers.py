@@ -442,6 +442,8 @@ class LayerTimes:
         # The gradient of a bias is a sum over all tokens.
         size += operators * (self._mlp_in + h) * self._shape.has_mlp_bias
         size += operators * (projected + h) * self._shape.has_attention_bias
+        # A sigmoid and a product, and their gradients.
+        size += operators * 13 * self._q * config.attention_output_gate
         if self._k < self._q:
             # Queries of a group are copied to one piece.
             size += operators * 4 * self._q
@@ -527,17 +529,12 @@ class LayerTimes:
         `parallel/entered_linear.py`.
         """
         added = 0.0
-        linears = list_linears(self._shape, self._layout.tensor)
-        for linear, product in zip(linears, self._list_projections(), strict=True):
-            # Their gradients of inputs are complete on each rank.
-            if linear.row_parallel or linear.replicated:
-                continue
-            size = self._value * self._tokens * linear.inner
+        for products in self._list_entries():
+            size = self._value * self._tokens * products[0].k
             once = self._time_collective(size, passes=1)
             # The sum of the input's gradient needs the product of the input.
-            of_input, of_weight = (
-                self._time_gemms([each]) for each in self._derive_backward(product)
-            )
+            pairs = [self._derive_backward(product) for product in products]
+            of_input, of_weight = (self._time_gemms(each) for each in zip(*pairs, strict=True))
             contention = self._software.contention
             if self._layout.sequence_parallel:
                 added += estimate_added_seconds(once, of_input, contention)
@@ -545,6 +542,16 @@ class LayerTimes:
             else:
                 added += estimate_added_seconds(2 * once, of_weight, contention)
         return added
+
+    def _list_entries(self) -> list[list[Gemm]]:
+        """Return the products at each entry of a tensor-parallel region."""
+        linears = list_linears(self._shape, self._layout.tensor)
+        # The gradients of other inputs are complete on each rank.
+        return [
+            [product]
+            for linear, product in zip(linears, self._list_projections(), strict=True)
+            if not (linear.row_parallel or linear.replicated)
+        ]
 
     def _time_collective(self, size: float, passes: int) -> float:
         return estimate_collective_seconds(size, self._layout.tensor, self._hardware, passes=passes)

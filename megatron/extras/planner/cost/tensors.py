@@ -113,6 +113,7 @@ def measure_tensors(
     holds_outside: bool | None = None,
     windowed: bool = False,
     mlp: MLPKind = "dense",
+    kind: "type[LayerTensors] | None" = None,
 ) -> TensorSizes:
     """Return the sizes of the tensors of one microbatch.
 
@@ -124,6 +125,7 @@ def measure_tensors(
         holds_outside: The same for parameters outside of layers. Default: as in layers.
         windowed: Whether the layer has a sliding window that is shorter than the sequence.
         mlp: The kind of MLP.
+        kind: What counts a layer. Default: that of layers with attention.
     """
     # Only these fields matter, so many layouts of a search have the same sizes.
     key = RankLayout(
@@ -142,7 +144,8 @@ def measure_tensors(
     )
     if holds_outside is None:
         holds_outside = holds
-    return _measure(shape, key, software, holds, holds_outside, windowed, mlp)
+    kind = kind or MLP_TENSORS.require(mlp)
+    return _measure(shape, key, software, holds, holds_outside, windowed, kind)
 
 
 @lru_cache(maxsize=4096)
@@ -153,9 +156,8 @@ def _measure(
     holds: bool,
     holds_outside: bool,
     windowed: bool,
-    mlp: MLPKind,
+    kind: "type[LayerTensors]",
 ) -> TensorSizes:
-    kind = _KINDS.require(mlp)
     tensors = kind(shape, layout, software, holds, holds_outside, windowed)
     first = kind(shape, layout, software, holds, holds_outside, windowed, starts=True)
     return TensorSizes(
@@ -195,7 +197,7 @@ def _find_highest(steps: Iterable[tuple[float, float]]) -> float:
     return highest
 
 
-class _Tensors:
+class LayerTensors:
     """The tensors of a layer, of the embedding and of the loss."""
 
     def __init__(
@@ -268,6 +270,7 @@ class _Tensors:
         self._result = per_value * self._heads * shape.value_dim
         """What the attention core returns."""
         self._f = per_value * shape.ffn_hidden_size // layout.tensor
+        self._gate = self._q * config.attention_output_gate
         self._layout = layout
         self.whole = per_value * config.hidden_size
         """Hidden states of all tokens."""
@@ -448,7 +451,8 @@ class _Tensors:
 
     @cached_property
     def _attention(self) -> float:
-        kept = self._projected + self._latents + self._context_copies
+        # The gate keeps its sigmoid, and its product with the result of attention.
+        kept = self._projected + self._latents + self._context_copies + 2 * self._gate
         if self._selective:
             return kept
         return kept + self._core
@@ -489,7 +493,7 @@ class _Tensors:
         The recomputation ends before this product then, so torch drops its result only after the
         backward pass of the layer. A fused product tells torch what it keeps after it has run.
         """
-        normed = {"input": False, "output": True}[self._config.norm_placement]
+        normed = not self._config.has_norms_first
         if "matmul" not in self._kept_operators or self._fused or self._dropped or normed:
             return 0.0
         return self.whole
@@ -537,7 +541,7 @@ class _Tensors:
         # An activation [T, width] belongs to a matrix [h, width] of the same dtype.
         h = self._config.hidden_size
         qkv, context, inner = (
-            size * h / self._tokens for size in (self._qkv, self._result, self._f)
+            size * h / self._tokens for size in (self._qkv + self._gate, self._result, self._f)
         )
         if self._shape.attention == "latent":
             linears = list_attention_linears(self._shape, self._t)[:-1]
@@ -585,7 +589,8 @@ class _Tensors:
         yield from self._list_output_steps()
         yield from self._list_core_steps()
         projected = self._compute_weight(self._weights[0], fused=self._fused_projection)
-        yield from self._list_entry_steps([self._qkv], projected)
+        gates = [self._gate] if self._gate else []
+        yield from self._list_entry_steps([self._qkv, *gates], projected)
         yield from self._list_norm_steps(kept=self.x)
 
     def _list_feed_forward_steps(self) -> Iterable[tuple[float, float]]:
@@ -640,6 +645,8 @@ class _Tensors:
         yield self._result, 0.0
         left = self._count_rounded([self.whole])
         yield weight[0], weight[1] + dropped + self._gathered + copies + left
+        # Gradients of the gate and of the result take the place of what the gate keeps.
+        yield 2 * self._gate, 3 * self._gate
 
     def _list_core_steps(self) -> Iterable[tuple[float, float]]:
         """Yield the steps from the gradient of the attention's result to that of the projection."""
@@ -786,7 +793,7 @@ class _Tensors:
         return 4 * self.output_matrix if self._half and not self._holds_outside else 0.0
 
 
-class _MixtureTensors(_Tensors):
+class MixtureTensors(LayerTensors):
     """The tensors of a layer with experts. `megatron.model.experts` has its operators.
 
     n tokens are routed by this rank, N = n k rows are sent and m are received.
@@ -841,7 +848,7 @@ class _MixtureTensors(_Tensors):
 
     @cached_property
     def _feed_forward(self) -> float:
-        """See `_Tensors`. The input of the half is kept for the shared expert only."""
+        """See `LayerTensors`. The input of the half is kept for the shared expert only."""
         _, sent, received = self._rows
         size = self._router + received + sent
         size += self._kept_inner * self._inner
@@ -851,13 +858,13 @@ class _MixtureTensors(_Tensors):
 
     @cached_property
     def _weights(self) -> tuple[float, float, float, float]:
-        """See `_Tensors`. The last two are those of the experts."""
+        """See `LayerTensors`. The last two are those of the experts."""
         qkv, out, _, _ = super()._weights
         return qkv, out, self._halves * self._matrix, self._matrix
 
     @cached_property
     def pending_gradients(self) -> float:
-        """See `_Tensors`. Those of experts are accumulated before the others."""
+        """See `LayerTensors`. Those of experts are accumulated before the others."""
         if not self.holds:
             return 0.0
         return sum(self._weights[:2]) * self.gradient_value / self.value
@@ -871,7 +878,7 @@ class _MixtureTensors(_Tensors):
         return size + converted, size + converted
 
     def _list_feed_forward_steps(self) -> Iterable[tuple[float, float]]:
-        """See `_Tensors`."""
+        """See `LayerTensors`."""
         if self._shared_inner:
             # The shared expert is computed last, so its backward pass comes first.
             more = self._kept_inner * self._shared_inner
@@ -913,5 +920,7 @@ class _MixtureTensors(_Tensors):
         yield 0.0, dropped
 
 
-_KINDS: Table[type[_Tensors]] = Table("MLP", {"dense": _Tensors, "experts": _MixtureTensors})
+MLP_TENSORS: Table[type[LayerTensors]] = Table(
+    "MLP", {"dense": LayerTensors, "experts": MixtureTensors}
+)
 """Kind of MLP -> the tensors of a layer with it."""
