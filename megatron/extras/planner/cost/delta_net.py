@@ -97,6 +97,7 @@ class _DeltaNetTimes(LayerTimes):
     def __init__(self, *arguments: Any) -> None:
         """Take what determines the times. See `LayerTimes`."""
         super().__init__(*arguments)
+        # A rank has complete heads.
         self._sizes = get_sizes(self._shape, self._layout.tensor)
         # No norms, rotations and copies of queries and keys.
         self._q = self._k = 0
@@ -114,11 +115,13 @@ class _DeltaNetTimes(LayerTimes):
     def _list_entries(self) -> list[list[Gemm]]:
         """See `LayerTimes`."""
         products = self._list_projections()
+        # The last product leaves the MLP. Layers with experts have times of their own for entries.
         number = len(self._sizes.parts)
         return [products[:number], products[number + 1 : -1]]
 
     def _estimate_core(self, window: int | None) -> Passes:
         """Estimate convolution, delta rule and output norm."""
+        # The state passes through the chunks of a sample one after the other.
         chunks = -(-self._length // _CHUNK)
         products = self._sizes.list_products(self._tokens // _CHUNK or 1)
         gradients = [each for product in products for each in product.derive_backward()]
