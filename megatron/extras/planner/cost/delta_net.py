@@ -32,13 +32,13 @@ _CHUNK = 64
 _Counts = tuple[int, int, int, int, int, int]
 """Bytes for each n d_k, m d_k, m d_v, m C, m d_k d_v / C and n C of a token."""
 KEPT: _Counts = (52, 16, 54, 16, 8, 8)
-"""What the backward pass needs, without the layer's input."""
+"""Bytes that the backward pass needs, without the layer's input."""
 FORWARD: _Counts = (307, 49, 246, 52, 38, 17)
-"""What the operators of a forward pass read and write, without the linear layers."""
+"""Bytes that the operators of a forward pass read and write, without the linear layers."""
 BACKWARD: _Counts = (715, 142, 485, 166, 56, 0)
-"""The same of a backward pass."""
+"""Bytes that those of a backward pass read and write."""
 _NORM = 22
-"""Of `KEPT`, bytes for each m d_v that the output norm and the next product keep."""
+"""Bytes of `KEPT` for each m d_v that the output norm and the next product keep."""
 _KERNELS = ((85, 5), (160, 11))
 """Kernels of the forward and of the backward pass: for any length, and for each chunk."""
 

@@ -9,7 +9,7 @@ feed-forward size, a heads of width d, g query groups, q = a d and k = g d width
 keys, v padded vocabulary, t tensor-parallel size. All results are bytes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -110,7 +110,7 @@ def measure_tensors(
     holds_outside: bool | None = None,
     windowed: bool = False,
     mlp: MLPKind = "dense",
-    kind: "type[LayerTensors] | None" = None,
+    kind: "Callable[..., LayerTensors] | None" = None,
 ) -> TensorSizes:
     """Return the sizes of the tensors of one microbatch.
 
@@ -153,7 +153,7 @@ def _measure(
     holds: bool,
     holds_outside: bool,
     windowed: bool,
-    kind: "type[LayerTensors]",
+    kind: "Callable[..., LayerTensors]",
 ) -> TensorSizes:
     tensors = kind(shape, layout, software, holds, holds_outside, windowed)
     first = kind(shape, layout, software, holds, holds_outside, windowed, starts=True)
@@ -258,10 +258,10 @@ class LayerTensors:
         # Several ranks share a query group if there are fewer groups than ranks.
         groups = max(1, shape.query_groups // layout.tensor)
         per_value = self.value * self._tokens
-        self._q = per_value * self._heads * shape.head_dim
-        self._k = per_value * groups * shape.head_dim
+        self._q: float = per_value * self._heads * shape.head_dim
+        self._k: float = per_value * groups * shape.head_dim
         self._f = per_value * shape.ffn_hidden_size // layout.tensor
-        self._gate = self._q * config.attention_output_gate
+        self._gate: float = self._q * config.attention_output_gate
         self._layout = layout
         self.whole = per_value * config.hidden_size
         """Hidden states of all tokens."""
