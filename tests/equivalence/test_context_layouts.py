@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from megatron.run.run import Run
 
 BOUND = 1e-5
-# The sizes of batches and the lengths change in the fifth step at the latest.
-STEPS = by_suite(5, 10)
+STEPS = by_suite(3, 10)
+"""The sizes of batches and the lengths change in the third step in the short suite."""
 LENGTH = 96
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "openwebtext-100"
 SIZES = (
@@ -56,8 +56,8 @@ MODELS = {
     "--num-query-groups 1 --sliding-window 50",
     "ALiBi, window, documents, curriculum": f"{NO_DROPOUT} {EOD} --position-embedding-type alibi "
     "--sliding-window 17 --curriculum-schedule-type fixed_discrete --curriculum-difficulties 48 "
-    "96 --curriculum-max-steps 4 --global-batch-size 4 --train-iters 10 --train-tokens 1000000 "
-    "--lr-decay-tokens 100000",
+    f"96 --curriculum-max-steps {by_suite(2, 4)} --global-batch-size 4 --train-iters 10 "
+    "--train-tokens 1000000 --lr-decay-tokens 100000",
     "dropout": f"{STEADY} {DROPOUT} {LLAMA}",
     "dropout, documents": f"{STEADY} {DROPOUT} --position-embedding-type alibi {EOD}",
 }

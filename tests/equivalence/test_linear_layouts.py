@@ -111,8 +111,6 @@ LAYOUTS = [
     ),
     Layout("Muon, TP 2", 4, TP2, common="--optimizer muon"),
 ]
-COMPILED = Layout("TP 2, SP, compiled", 2, f"{TP2} {SP} --use-torch-compile", (WHOLE,))
-"""Compiled code keeps fp32 where fp64 takes its place."""
 
 
 def train_in_fp64(cases: Sequence[str]) -> Any:
@@ -176,7 +174,7 @@ def test_a_layout_equals_one_process_in_fp64(layout: Layout, train_world: Train)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", [*LAYOUTS, COMPILED], ids=lambda each: each.name)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: each.name)
 def test_a_layout_equals_one_process_in_fp32(layout: Layout, train_world: Train) -> None:
     models, common = layout.models, layout.common
     alone = train_world(1, models, common, in_fp64=False)

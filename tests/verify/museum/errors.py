@@ -598,8 +598,8 @@ ERRORS = (
         REST,
         "PrimeIntellect-ai/prime-rl#3003",
         "documents",
-        "With context parallelism, the gated delta rule got the bounds of one sequence for a row of "
-        "several documents.",
+        "With context parallelism, the gated delta rule got the bounds of one sequence for a row "
+        "of several documents.",
         "Outputs of a document differed by 0.46 from those without context parallelism. Initial "
         "decays are fast and hide it.",
         None,
