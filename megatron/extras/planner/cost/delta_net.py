@@ -190,6 +190,7 @@ class _DeltaNetTensors(LayerTensors):
         yield self._dropped + self._gathered, self._mask
         yield self._q, 0.0
         yield weight[0], weight[1] + self._dropped + self._gathered
+        # The norm is computed in fp32, and its result is rounded for the product.
         # The gradients of the norm's input and of the gate are in fp32.
         wide = 4 * self._q / self.value
         yield 2 * wide, self._context_copies + self._q
@@ -198,9 +199,11 @@ class _DeltaNetTensors(LayerTensors):
     def _list_core_steps(self) -> Iterable[tuple[float, float]]:
         """Yield the steps from the gradient of the delta rule's result to the projections."""
         if self._selective:
+            # What was dropped is computed again.
             yield self._core, 0.0
         # The gradients of scores and states exist beside them for a while.
         yield self._core / 3, self._core / 3
+        # The gradient of the result is in fp32, and those of the projections are not.
         wide = 4 * self._q / self.value
         yield 2 * self._k, self._core + self._projected + wide
 

@@ -9,10 +9,10 @@ feed-forward size, a heads of width d, g query groups, q = a d and k = g d width
 keys, v padded vocabulary, t tensor-parallel size. All results are bytes.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Literal, cast
 
 from megatron.config.model import MLPKind
 from megatron.config.table import Table
@@ -141,8 +141,9 @@ def measure_tensors(
     )
     if holds_outside is None:
         holds_outside = holds
-    kind = kind or MLP_TENSORS.require(mlp)
-    return _measure(shape, key, software, holds, holds_outside, windowed, kind)
+    # A class can be a part of the cache's key, which mypy does not see.
+    of_layer = cast(Hashable, kind or MLP_TENSORS.require(mlp))
+    return _measure(shape, key, software, holds, holds_outside, windowed, of_layer)
 
 
 @lru_cache(maxsize=4096)
@@ -629,7 +630,7 @@ class LayerTensors:
         if self._kernel == "none":
             # Gradients of the probabilities and of the logits.
             square = self._heads * self._tokens * self._config.seq_length
-            both = 2 * 4 * square
+            both: float = 2 * 4 * square
             if self._in_single_block:
                 # The product freed its input before, which is what dropout made of them.
                 both -= self.value * square
