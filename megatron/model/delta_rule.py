@@ -153,6 +153,7 @@ def apply_delta_rule(
     # The gradient of an index has the size of all chunks. That of `unbind` is written once.
     kept = from_state[..., -1, None, None]
     chunks = zip(*(each.unbind(3) for each in (own, of_state, kept, written)), strict=True)
+    # Only this loop goes from chunk to chunk. The rest is computed for all chunks at once.
     for in_chunk, of_now, left, adds in chunks:
         new = in_chunk - of_now @ now
         states.append(now)
