@@ -35,7 +35,7 @@ from megatron.extras.watch.trackers.trackers import TRACKERS
 from megatron.model import flops
 from megatron.model.attention_kernels import use_attention_kernels
 from megatron.model.execution import Execution
-from megatron.model.experts.routing import get_span
+from megatron.model.experts.routing import choose_experts, get_span
 from megatron.model.fused_operators import FusedOperators
 from megatron.model.norm import describe_norm
 from megatron.model.shape import ModelShape
@@ -187,9 +187,27 @@ USES: dict[str, list[Callable[[Any], object]]] = {
         use_model("glu_activation"),
         use_shape(measure_activations, "glu_activation"),
     ],
+    "model.moe_router_group_score": [
+        lambda value: choose_experts(
+            torch.zeros(2, 4),
+            tiny_config(
+                num_experts=4,
+                moe_router_num_groups=2,
+                moe_router_group_topk=1,
+                moe_router_group_score=value,
+            ),
+        )
+    ],
     "model.softmax_type": [use_model("softmax_type")],
     "model.experimental_attention_variant": [
         use_model("experimental_attention_variant", linear_attention_freq="2")
+    ],
+    "model.linear_norm_placement": [
+        use_model(
+            "linear_norm_placement",
+            experimental_attention_variant="gated_delta_net",
+            linear_attention_freq="2",
+        )
     ],
     "model.linear_time_step": [
         use_model(
