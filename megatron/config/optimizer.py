@@ -186,7 +186,7 @@ class OptimizerRow:
         """Return whether it updates a parameter with this global name."""
         if not self.layer_matrices_only:
             return True
-        # A convolution has a row for each channel, and none of them is a map between spaces.
+        # A convolution has a row for each channel. It is not the matrix of a linear layer.
         is_convolution = name.endswith("_convolution")
         return name.startswith("blocks.") and dimensions == 2 and not is_convolution
 
