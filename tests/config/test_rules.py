@@ -251,7 +251,6 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         "--linear-num-value-heads 24 must be a multiple of --linear-num-key-heads 16; use 32.",
     ),
     ({**HYBRID, **COMPLETEP}, "--parametrization completep was not compared with --experimental"),
-    ({**HYBRID, "use_torch_compile": True}, "--use-torch-compile was not compared with"),
     (
         {**HYBRID, "fp8_format": "e4m3", "fp8_recipe": "rowwise", "bf16": True},
         "--fp8-format e4m3 was not compared with",

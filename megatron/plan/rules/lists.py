@@ -108,7 +108,7 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         lambda config: config.model.experimental_attention_variant is not None,
         error,
         f"was not compared with {{{linear_attention.VARIANT}}}; leave one of them out",
-        ("kernels.use_torch_compile", "precision.fp8_format", "model.parametrization"),
+        ("precision.fp8_format", "model.parametrization"),
     ),
     if_given(experts.check_experts, experts.NUMBER),
     if_given(model.check_positions_cover_sequence, "model.max_position_embeddings"),
