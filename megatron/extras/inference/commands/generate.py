@@ -11,6 +11,7 @@ The last form divides a model that does not fit on one device. A checkpoint of a
 can be loaded in each form.
 """
 
+import contextlib
 import io
 import json
 import sys
@@ -91,10 +92,23 @@ class ChatSession:
             raise ConfigError(str(error)) from error
 
     def keep(self, question: str, answer: str) -> None:
-        """Remember an answer, if there is a history."""
+        """Remember an answer, if there is a history.
+
+        A template writes the header of an answer itself, and one with channels (gpt-oss) refuses a
+        content that has it. So the content is what follows the header, or nothing if the answer
+        ends in a thought.
+        """
         # The prompts of a file are independent questions.
-        if self._history:
-            self._messages += [ask(question), {"role": "assistant", "content": answer}]
+        if not self._history:
+            return
+        header = self._template.probe.header
+        text = answer.rpartition(header)[2] if header.strip() else answer
+        for content in (text, ""):
+            turn = [ask(question), {"role": "assistant", "content": content}]
+            with contextlib.suppress(DataError):
+                self._template.render([*self._messages, *turn, ask(question)], prompt=True)
+                self._messages += turn
+                return
 
 
 def ask(question: str) -> dict[str, str]:

@@ -32,6 +32,7 @@ SECONDS = 4.0
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names of a thought. A template reads one of them."""
+_QUESTION = "PROBEQUESTION"
 _process: TemplateProcess | None = None
 """The process that renders for this one."""
 
@@ -112,7 +113,7 @@ class ChatTemplate:
     @cached_property
     def probe(self) -> "Probe":
         """The texts of a question and an answer, and of another question after them."""
-        question, answer, again = "PROBEQUESTION", "PROBEANSWER", "PROBEAGAIN"
+        question, answer, again = _QUESTION, "PROBEANSWER", "PROBEAGAIN"
         asked = {"role": "user", "content": question}
         answered = {"role": "assistant", "content": answer}
         texts = []
@@ -152,6 +153,12 @@ class Probe:
     """The question alone."""
     prompted: str
     """The question, and the beginning of an answer."""
+
+    @property
+    def header(self) -> str:
+        """What begins a plain answer, and follows the prompt. The model writes it too."""
+        prompt = self.prompted.rpartition(_QUESTION)[2]
+        return self.between[len(prompt) :] if prompt and self.between.startswith(prompt) else ""
 
     def find_ends(self, special: re.Pattern[str]) -> tuple[str, ...]:
         """Return the special tokens that end an answer: the last one of a text, and others.
