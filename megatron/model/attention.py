@@ -161,11 +161,10 @@ class SelfAttention(nn.Module):
         self.q_norm = build_query_key_norm(config, specs.get("q_norm.weight"), tp)
         self.k_norm = build_query_key_norm(config, specs.get("k_norm.weight"), tp)
         self.out = RowParallelLinear(specs, "out", tp)
-        self.has_sink = SOFTMAXES.require(config.softmax_type).has_sink
-        self.sink: nn.Parameter | None = None
-        if "sink" in specs:
-            heads = split_evenly(config.num_attention_heads, tp)
-            self.sink = make_parameter((heads,), specs["sink"])
+        self.softmax = SOFTMAXES.require(config.softmax_type)
+        for name in self.softmax.list_parameters(config.num_attention_heads):
+            own = (split_evenly(config.num_attention_heads, tp),)
+            self.register_parameter(name, make_parameter(own, specs[name]))
         self.dropout = dropout
         self.recompute_core = False
         """Whether the backward pass computes the attention core again (selective recomputation)."""
@@ -298,9 +297,10 @@ class SelfAttention(nn.Module):
         bias = self._select_bias(positions)
         # A cache hides empty slots by a bias of its own.
         only_window = positions.bias is None and positions.cache is None
-        kernels = self.operators.sinks
+        kernels = self.operators.attention
         weighting = Weighting(
-            bias, self.window, drop, self._get_sink(query), kernels, only_window=only_window
+            *(bias, self.window, drop, self._get_head_values(query), self.softmax.weigh, kernels),
+            only_window=only_window,
         )
         # This function runs again in a recomputation, which must use the same kernel.
         allowed = use_attention_kernels(self.kernels)
@@ -310,7 +310,7 @@ class SelfAttention(nn.Module):
                 return attend_in_context(
                     query, key, value, weighting, positions.documents, positions.context
                 )
-        if positions.packed is not None and not self.has_sink:
+        if positions.packed is not None and self.softmax.weigh is None:
             assert drop is None, "the kernel has no dropout"
             return attend_packed(query, key, value, positions.packed, self.window)
         # The kernel that gets all documents at once needs a GPU.
@@ -318,15 +318,15 @@ class SelfAttention(nn.Module):
             return kernels.attend_packed(query, key, value, positions.packed, weighting)
         if positions.cache is not None:
             key, value = positions.cache.append(self.number, key, value)
-            if query.shape[2] < key.shape[2] and not self.has_sink:
+            if query.shape[2] < key.shape[2] and self.softmax.weigh is None:
                 return attend_with_new_token(query, key, value, bias)
         with allowed:
             if positions.documents is not None:
                 return attend_by_document(query, key, value, weighting, positions.documents)
             return attend(query, key, value, weighting)
 
-    def _get_sink(self, query: Tensor) -> Tensor | None:
-        """Return the sinks of this rank's heads, [n/t], or None."""
-        if self.has_sink and self.sink is None:
-            return query.new_zeros(query.shape[1])
-        return self.sink
+    def _get_head_values(self, query: Tensor) -> Tensor | None:
+        """Return the numbers of this rank's heads for the softmax, [n/t], or None."""
+        if self.softmax.parameter is not None:
+            return self.get_parameter(self.softmax.parameter)
+        return None if self.softmax.weigh is None else query.new_zeros(query.shape[1])

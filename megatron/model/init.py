@@ -5,7 +5,6 @@
 | embedding.word.weight         | TABLE         | N(0, sigma)                  |
 | embedding.position            | TABLE         | N(0, sigma)                  |
 | head.weight                   | TABLE         | N(0, sigma)                  |
-| blocks.*.attention.sink       | VECTOR        | N(0, sigma)                  |
 | blocks.*.attention.qkv.weight | NORMAL        | N(0, sigma)                  |
 | blocks.*.mlp.up.weight        | NORMAL        | N(0, sigma)                  |
 | blocks.*.mlp.gate.weight      | NORMAL        | N(0, sigma)                  |
@@ -15,12 +14,13 @@
 | *.bias                        | ZERO          | 0                            |
 | *.activation.alpha_p          | XIELU_P       | log(exp(0.8) - 1)            |
 | *.activation.alpha_n          | XIELU_N       | log(exp(0.3) - 1)            |
+| blocks.*.attention.*          | VECTOR        | N(0, sigma)                  |
 
 sigma is `--init-method-std`. `--output-init-method-std` replaces sigma / sqrt(2 layers). With
 `--parametrization`, the deviations of NORMAL and SCALED_NORMAL are others, see `ModelShape`. A
 parameter's `ParameterSpec` states its kind. Its name decides
-nothing. A test compares this table with the specs. Rows that only pad the vocabulary are zero.
-The engines set them, not this module.
+nothing. A test compares this table with the specs, and takes the last row only for names without
+another one. Rows that only pad the vocabulary are zero. The engines set them, not this module.
 
 The invariant: the value of an element depends on the seed, the name of the parameter, the block of
 its row, and its position in that block. It does not depend on the layout. Every layout, engine and

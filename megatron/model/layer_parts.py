@@ -10,7 +10,7 @@ h: hidden size, q: width of all queries, d: width of a head, f: inner width of t
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from megatron.config.model import ModelConfig
 from megatron.config.table import Table
@@ -24,6 +24,9 @@ from megatron.parallel.parameter_spec import (
     make_matrix_spec,
     make_vector_spec,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -125,24 +128,36 @@ def list_norm_parameters(config: ModelConfig, size: int) -> Specs:
 
 @dataclass(frozen=True)
 class SoftmaxRow:
-    """What a value of --softmax-type means. `sinks.py` has the functions."""
+    """What a value of --softmax-type means."""
 
-    has_sink: bool = False
-    """Whether each head has one more logit, without a value. It is 0 if it is no parameter."""
-    list_parameters: Callable[[int], Specs] = lambda heads: {}
-    """Returns the parameters of a layer with this many heads."""
+    weigh: Callable[["Tensor", "Tensor"], "Tensor"] | None = None
+    """Maps logits, [b, n, queries, keys], and a number of each head, [n], to the weights of values.
+    None: the softmax of the logits alone, which all kernels of PyTorch compute."""
+    parameter: str | None = None
+    """Name of the parameter of these numbers. None: they are 0."""
+
+    def list_parameters(self, heads: int) -> Specs:
+        """Return the parameters of a layer with this many heads."""
+        if self.parameter is None:
+            return {}
+        return {self.parameter: make_vector_spec(heads, Init.VECTOR, shard_dim=0)}
 
 
-def _list_sink(heads: int) -> Specs:
-    return {"sink": make_vector_spec(heads, Init.VECTOR, shard_dim=0)}
+def _weigh_with_sink(logits: "Tensor", sink: "Tensor") -> "Tensor":
+    """Return the softmax of logits and a sink, which has a weight and no value."""
+    # Sizes of a model are known without torch.
+    import torch
+
+    column = sink.float().view(-1, 1, 1).expand(*logits.shape[:3], 1)
+    return torch.cat((logits, column), dim=3).softmax(dim=3)[..., :-1]
 
 
 SOFTMAXES = Table(
     "--softmax-type",
     {
         "vanilla": SoftmaxRow(),
-        "off-by-one": SoftmaxRow(has_sink=True),
-        "learnable": SoftmaxRow(has_sink=True, list_parameters=_list_sink),
+        "off-by-one": SoftmaxRow(_weigh_with_sink),
+        "learnable": SoftmaxRow(_weigh_with_sink, "sink"),
     },
 )
 """Value of --softmax-type -> its meaning."""

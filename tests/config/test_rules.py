@@ -210,10 +210,6 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         {**COMPLETEP, "softmax_type": "off-by-one"},
         "--softmax-type off-by-one has no rule in --param",
     ),
-    (
-        {"softmax_type": "learnable", "deepspeed": True},
-        "--softmax-type learnable was not compared with the DeepSpeed engine",
-    ),
     ({"base_width": 0}, "--base-width 0 must be at least 1"),
     ({"qk_norm": "full"}, "--qk-norm full needs --normalization RMSNorm, not LayerNorm"),
     ({"goldfish_k": 1, "goldfish_loss": True}, "--goldfish-k 1 must be at least 2"),

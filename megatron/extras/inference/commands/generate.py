@@ -94,16 +94,13 @@ class ChatSession:
     def keep(self, question: str, answer: str) -> None:
         """Remember an answer, if there is a history.
 
-        A template writes the header of an answer itself, and one with channels (gpt-oss) refuses a
-        content that has it. So the content is what follows the header, or nothing if the answer
-        ends in a thought.
+        A template with channels (gpt-oss) refuses a content that has them. If the answer ends in a
+        thought, its content is empty then.
         """
         # The prompts of a file are independent questions.
         if not self._history:
             return
-        header = self._template.probe.header
-        text = answer.rpartition(header)[2] if header.strip() else answer
-        for content in (text, ""):
+        for content in (self._template.probe.remove_header(answer), ""):
             turn = [ask(question), {"role": "assistant", "content": content}]
             with contextlib.suppress(DataError):
                 self._template.render([*self._messages, *turn, ask(question)], prompt=True)

@@ -154,11 +154,16 @@ class Probe:
     prompted: str
     """The question, and the beginning of an answer."""
 
-    @property
-    def header(self) -> str:
-        """What begins a plain answer, and follows the prompt. The model writes it too."""
+    def remove_header(self, answer: str) -> str:
+        """Return what follows the last header in an answer, or all of it if there is none.
+
+        A header begins a plain answer, and is no part of the prompt. So the model writes it, and a
+        template does.
+        """
         prompt = self.prompted.rpartition(_QUESTION)[2]
-        return self.between[len(prompt) :] if prompt and self.between.startswith(prompt) else ""
+        header = self.between[len(prompt) :] if self.between.startswith(prompt) else ""
+        # White space is in the content too.
+        return answer.rpartition(header)[2] if prompt and header.strip() else answer
 
     def find_ends(self, special: re.Pattern[str]) -> tuple[str, ...]:
         """Return the special tokens that end an answer: the last one of a text, and others.
