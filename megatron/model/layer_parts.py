@@ -10,7 +10,7 @@ h: hidden size, q: width of all queries, d: width of a head, f: inner width of t
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, assert_never
+from typing import Any, assert_never
 
 from megatron.config.model import ModelConfig
 from megatron.config.table import Table
@@ -24,9 +24,6 @@ from megatron.parallel.parameter_spec import (
     make_matrix_spec,
     make_vector_spec,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -130,7 +127,7 @@ def list_norm_parameters(config: ModelConfig, size: int) -> Specs:
 class SoftmaxRow:
     """What a value of --softmax-type means."""
 
-    weigh: Callable[["Tensor", "Tensor"], "Tensor"] | None = None
+    weigh: Callable[[Any, Any], Any] | None = None
     """Maps logits, [b, n, queries, keys], and a number of each head, [n], to the weights of values.
     None: the softmax of the logits alone, which all kernels of PyTorch compute."""
     parameter: str | None = None
@@ -138,18 +135,14 @@ class SoftmaxRow:
 
     def list_parameters(self, heads: int) -> Specs:
         """Return the parameters of a layer with this many heads."""
-        if self.parameter is None:
-            return {}
-        return {self.parameter: make_vector_spec(heads, Init.VECTOR, shard_dim=0)}
+        spec = make_vector_spec(heads, Init.VECTOR, shard_dim=0)
+        return {} if self.parameter is None else {self.parameter: spec}
 
 
-def _weigh_with_sink(logits: "Tensor", sink: "Tensor") -> "Tensor":
+def _weigh_with_sink(logits: Any, sink: Any) -> Any:
     """Return the softmax of logits and a sink, which has a weight and no value."""
-    # Sizes of a model are known without torch.
-    import torch
-
-    column = sink.float().view(-1, 1, 1).expand(*logits.shape[:3], 1)
-    return torch.cat((logits, column), dim=3).softmax(dim=3)[..., :-1]
+    total = logits.logsumexp(3, keepdim=True).logaddexp(sink.float().view(-1, 1, 1))
+    return (logits - total).exp()
 
 
 SOFTMAXES = Table(

@@ -95,6 +95,28 @@ def test_without_a_fused_kernel_numbers_are_equal_in_fp32(window: int | None) ->
     check(found, compute(query, key, value, sink, see(9, 9, window)), inputs, 1e-5)
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize("kernels", [None, KERNELS])
+@pytest.mark.parametrize("window", [None, 1])
+def test_numbers_of_16_bits_are_finite_and_near(
+    dtype: torch.dtype, bound: float, kernels: sinks.SinkKernels | None, window: int | None
+) -> None:
+    """A sink of 20 leaves 2e-9 of an output, less than a number of fp16."""
+    inputs = [x.detach().to(dtype).requires_grad_() for x in make_inputs(13, 13)]
+    query, key, value, sink = inputs
+    bias = None
+    if window is not None:
+        bias = make_window_bias(window, 13, query.device, dtype)
+    found = attend(query, key, value, Weighting(bias, window, None, sink, WEIGH, kernels))
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    expected = compute(exact[0], exact[1], exact[2], exact[3], see(13, 13, window))
+    ours = torch.autograd.grad(found.sum(), inputs)
+    theirs = torch.autograd.grad(expected.sum(), exact)
+    for mine, other in zip((found, *ours), (expected, *theirs), strict=True):
+        assert mine.isfinite().all()
+        assert (mine - other).abs().max() <= bound * max(1.0, float(other.detach().abs().max()))
+
+
 DOCUMENTS = ((0, 1, 2, 9, 13), (0, 12, 13))
 
 
