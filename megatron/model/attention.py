@@ -162,6 +162,7 @@ class SelfAttention(nn.Module):
         self.k_norm = build_query_key_norm(config, specs.get("k_norm.weight"), tp)
         self.out = RowParallelLinear(specs, "out", tp)
         self.softmax = SOFTMAXES.require(config.softmax_type)
+        # A rank has the values of its heads.
         for name in self.softmax.list_parameters(config.num_attention_heads):
             own = (split_evenly(config.num_attention_heads, tp),)
             self.register_parameter(name, make_parameter(own, specs[name]))
@@ -329,4 +330,5 @@ class SelfAttention(nn.Module):
         """Return the numbers of this rank's heads for the softmax, [n/t], or None."""
         if self.softmax.parameter is not None:
             return self.get_parameter(self.softmax.parameter)
+        # They are no parameter, and each is 0.
         return None if self.softmax.weigh is None else query.new_zeros(query.shape[1])

@@ -11,7 +11,6 @@ The last form divides a model that does not fit on one device. A checkpoint of a
 can be loaded in each form.
 """
 
-import contextlib
 import io
 import json
 import sys
@@ -92,20 +91,10 @@ class ChatSession:
             raise ConfigError(str(error)) from error
 
     def keep(self, question: str, answer: str) -> None:
-        """Remember an answer, if there is a history.
-
-        A template with channels (gpt-oss) refuses a content that has them. If the answer ends in a
-        thought, its content is empty then.
-        """
+        """Remember an answer, if there is a history."""
         # The prompts of a file are independent questions.
-        if not self._history:
-            return
-        for content in (self._template.probe.remove_header(answer), ""):
-            turn = [ask(question), {"role": "assistant", "content": content}]
-            with contextlib.suppress(DataError):
-                self._template.render([*self._messages, *turn, ask(question)], prompt=True)
-                self._messages += turn
-                return
+        if self._history:
+            self._messages += self._template.make_turn(self._messages, ask(question), answer)
 
 
 def ask(question: str) -> dict[str, str]:

@@ -176,6 +176,7 @@ def build_rank(plan: Plan, rank: int) -> FakeRank:
     gpu.name_groups(name_groups(mesh))
     model = plan.config.model
     operators = build_operators(plan.config.kernels, has_dropout=model.has_dropout)
+    # An engine gets these from its kind, and this one is built without it.
     if SOFTMAXES.require(model.softmax_type).weigh is not None:
         operators = add_attention(model.softmax_type, operators)
     # The engine needs the function before the rank exists that the function labels.

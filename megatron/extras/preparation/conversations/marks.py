@@ -141,6 +141,7 @@ class Renderer:
             )
         for function in list_functions(messages, None):
             arguments = function.get("arguments")
+            # A text without quotes is the same in JSON, but for its own.
             if not isinstance(arguments, str) or '"' not in arguments:
                 continue
             # A model that learns the escaped text would call no tool.

@@ -110,6 +110,25 @@ class ChatTemplate:
         except RenderError as error:
             raise DataError(f"{self.origin} cannot render it: {error}") from error
 
+    def make_turn(
+        self, messages: Sequence[Message], question: dict[str, str], answer: str
+    ) -> list[dict[str, str]]:
+        """Return a question and the answer that a model wrote, as two messages, or none.
+
+        Args:
+            messages: The conversation before.
+            question: The question.
+            answer: What the model wrote.
+        """
+        # A template with channels (gpt-oss) refuses a content that has one. An answer that ends in
+        # a thought has no other content.
+        for content in (self.probe.remove_header(answer), ""):
+            turn = [question, {"role": "assistant", "content": content}]
+            with contextlib.suppress(DataError):
+                self.render([*messages, *turn, question], prompt=True)
+                return turn
+        return []
+
     @cached_property
     def probe(self) -> "Probe":
         """The texts of a question and an answer, and of another question after them."""

@@ -117,10 +117,16 @@ def check_settings(plan: Plan) -> Iterator[Finding]:
 
 
 def check_model(plan: Plan) -> Iterator[Finding]:
-    """Check that the model has no experts and no softmax of its own."""
+    """Check that the model has no experts, no gated delta nets and no softmax of its own."""
     if plan.config.model.softmax_type != "vanilla":
         yield error(
             f"--softmax-type {plan.config.model.softmax_type} was not compared with DeepSpeed; "
+            "remove --deepspeed"
+        )
+    variant = plan.config.model.experimental_attention_variant
+    if variant is not None:
+        yield error(
+            f"--experimental-attention-variant {variant} was not compared with DeepSpeed's engine; "
             "remove --deepspeed"
         )
     experts = plan.config.model.num_experts

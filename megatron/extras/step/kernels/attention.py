@@ -56,6 +56,7 @@ class _WithSink(torch.autograd.Function):
     ) -> Tensor:
         out, logsumexp, needed = kernel.forward(query, key, value)
         total = torch.logaddexp(logsumexp, sink.to(logsumexp.dtype)[:, None])
+        # The factor is at most 1, so it cannot overflow.
         out = out * torch.exp(logsumexp - total).unsqueeze(3).to(out.dtype)
         ctx.save_for_backward(query, key, value, sink, out, total)
         ctx.kernel, ctx.needed = kernel, needed
@@ -64,6 +65,7 @@ class _WithSink(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sink, out, total = ctx.saved_tensors
+        # The result and the sum include the sink, so these gradients do too.
         of_kernel = ctx.kernel.backward(grads[0], query, key, value, out, total, *ctx.needed)
         product = (grads[0] * out).sum(3, dtype=total.dtype)
         share = torch.exp(sink.to(total.dtype)[:, None] - total)

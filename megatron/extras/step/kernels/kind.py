@@ -44,6 +44,8 @@ def add_kernels(kind: EngineKind) -> EngineKind:
                 )
             if SOFTMAXES.require(model.softmax_type).weigh is not None:
                 options["operators"] = add_attention(model.softmax_type, options.get("operators"))
+            if device_type == "cuda" and find_delta_rule(plan):
+                options["operators"] = add_delta_rule(plan, options.get("operators"))
             engine: Engine = build(plan, *arguments, **options)
             return engine
 
@@ -91,6 +93,24 @@ def add_attention(softmax_type: str, operators: FusedOperators | None = None) ->
 
     kernels = ATTENTION_KERNELS.require(softmax_type)()
     return replace(operators or FusedOperators(), attention=kernels)
+
+
+def find_delta_rule(plan: Plan) -> bool:
+    """Return whether the model has the gated delta rule in 16 bits, and fla-core is installed."""
+    config = plan.config
+    if config.model.experimental_attention_variant != "gated_delta_net":
+        return False
+    in_16_bits = config.precision.bf16 or config.precision.fp16
+    return in_16_bits and importlib.util.find_spec("fla") is not None
+
+
+def add_delta_rule(plan: Plan, operators: FusedOperators | None = None) -> FusedOperators:
+    """Return kernels with that of the gated delta rule."""
+    from megatron.extras.step.kernels.delta_rule import DeltaRuleKernel
+    from megatron.model.fused_operators import FusedOperators
+
+    kernel = DeltaRuleKernel(in_bf16=plan.config.precision.bf16)
+    return replace(operators or FusedOperators(), delta_rule=kernel)
 
 
 def find_kernel_obstacle(device_type: str) -> str:
