@@ -220,10 +220,6 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         "--softmax-type off-by-one has no rule in --param",
     ),
     (
-        {"softmax_type": "learnable", "deepspeed": True},
-        "--softmax-type learnable was not compared with the DeepSpeed engine",
-    ),
-    (
         {"num_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 1}
         | {"moe_router_group_score": "max", "moe_router_topk": 3},
         "--moe-router-topk 3 must be at most 2, the experts of the groups",
