@@ -39,12 +39,7 @@ from megatron.console.run_tool import run_tool
 from megatron.data.epochs import DatasetUse, measure_training_data, warn_about_many_epochs
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.commands.plan_config import write_config
-from megatron.extras.planner.commands.plan_cost import (
-    CostOptions,
-    build_cost_json,
-    format_cost,
-    write_trace,
-)
+from megatron.extras.planner.commands.plan_cost import build_cost_json, format_cost, write_trace
 from megatron.extras.planner.commands.plan_dry_run import (
     build_dry_run_json,
     format_dry_run,
@@ -67,6 +62,7 @@ from megatron.extras.planner.commands.plan_source import (
     split_arguments,
     write_documents,
 )
+from megatron.extras.planner.cost.goodput import CostOptions
 from megatron.extras.planner.cost.hardware import Hardware, load_hardware
 from megatron.extras.planner.cost.memory import Verdict
 from megatron.extras.planner.cost.step_prediction import UPDATE_BYTES, StepPrediction
@@ -84,7 +80,10 @@ _ASSUMED = {
     "usable_share": 1e-9,
     "expert_imbalance": 1,
     "failures_per_1000_node_days": 1e-9,
+    "detection_minutes": 0,
     "restart_minutes": 1e-9,
+    "spare_nodes": 0,
+    "fewer_nodes": 1,
     "save_gb_per_second": 1e-9,
     "store_gb_per_second": 1e-9,
     "store_price": 0,

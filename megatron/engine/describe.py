@@ -37,6 +37,11 @@ def list_kernels(
         ("loss", "fused projection and cross entropy", "fp32 logits are not kept"),
         ("precision", *_describe_precision(plan, execution, loss_scale)),
     ]
+    if plan.config.model.experimental_attention_variant is not None:
+        how = ("PyTorch's operators", "GPUs have kernels with pip install 'megatron-3d[fla]'")
+        if execution.operators.delta_rule is not None:
+            how = ("kernels of fla-core", "it is installed")
+        rows.append(("gated delta rule", *how))
     rows += _describe_fused_kernels(plan, mesh, execution)
     if "cuda_graph" in plan.kernel_reasons:
         what = {"on": "forward and backward pass"}.get(plan.config.kernels.cuda_graph, "none")

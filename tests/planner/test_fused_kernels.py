@@ -5,11 +5,11 @@ import shlex
 
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.commands.plan_cost import (
-    CostOptions,
     format_cost,
     list_possible_fusions,
     list_unused_speed,
 )
+from megatron.extras.planner.cost.goodput import CostOptions
 from megatron.extras.planner.cost.hardware import load_hardware
 from megatron.extras.planner.prediction import predict_plan
 from megatron.plan.resolve import resolve

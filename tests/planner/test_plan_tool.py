@@ -1409,6 +1409,40 @@ def test_goodput_is_that_of_the_interval_of_saves(capsys):
     assert "best one" not in free[1]
 
 
+def test_goodput_under_replayed_failures(capsys):
+    """The formula has the same rate of failures. Lost nodes cost more than a restart."""
+    run = ["--world-size", "512", "--hardware", "h100", *SEVEN, "--global-batch-size", "512"]
+    run += ["--train-iters", "1000000", "--save-interval", "10000", "--failures", "llama3"]
+    cost = as_json(capsys, *run)["cost"]
+    shares = cost["replay_of_failures"]["shares"]
+    assert shares["useful"] == pytest.approx(cost["goodput"]["useful"], abs=0.01)
+    assert cost["best_goodput"]["useful"] > cost["goodput"]["useful"]
+    spare = as_json(capsys, *run, "--spare-nodes", "4")["cost"]["replay_of_failures"]
+    assert spare["shares"]["waiting"] > 0
+    others = spare["other_policies"]
+    assert others["one more spare"] > spare["shares"]["useful"]
+    assert others["fewer nodes"] > spare["shares"]["useful"]
+    assert plan.main([*run, "--spare-nodes", "4", "--detection-minutes", "5"]) == 0
+    text = capsys.readouterr().out
+    assert "  causes              faulty GPU 3" in text
+    assert "  detection in half   " in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--spare-nodes", "2"], "need --failures"),
+        (["--failures", "llama3", "--fewer-nodes", "1"], "needs --spare-nodes"),
+        (["--failures", "llama3", "--spare-nodes", "1", "--fewer-nodes", "9"], "the 1 nodes"),
+        (["--failures", "llama3", "--spare-nodes", "1000000"], "at most 1,000,000 nodes"),
+        (["--failures", "llama9"], "give llama3, or a JSON file"),
+    ],
+)
+def test_replays_that_are_refused(capsys, flags, message):
+    assert plan.main([*flags, "--world-size", "8", *SEVEN]) == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("interval", ["150000", "2000000"])
 def test_a_run_that_hardly_reaches_a_save_has_no_days(capsys, interval):
     """The other numbers of the plan are still printed."""

@@ -27,6 +27,7 @@ from megatron.extras.operations.slurm import client, node_report
 from megatron.extras.operations.slurm.client import Allocation, Signals, log, run_step
 from megatron.extras.operations.slurm.exclusion import HostExclusion
 from megatron.extras.operations.slurm.node_report import NodeLimits
+from megatron.extras.operations.slurm.warm_up import warm_spares
 from megatron.observe.chronicle import CHRONICLE
 from megatron.observe.log_line import format_training_complete_line
 
@@ -239,7 +240,9 @@ class TrainingStarts:
             end = self._rehearse(self._task.handover_steps)
             if end is not None:
                 return end
-        return self._train(restart)
+        task = self._task
+        with warm_spares(self.allocation, task.srun, task.command, task.main_log):
+            return self._train(restart)
 
     def _rehearse(self, steps: int) -> StartEnd | None:
         """Train recorded steps again if the code is another one than that of the last start.

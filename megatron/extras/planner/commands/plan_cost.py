@@ -5,7 +5,6 @@ formats what it predicts.
 """
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,15 +17,21 @@ from megatron.config.kernels import KernelsConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.tree import Config
 from megatron.extras.object_store.objects import PART
+from megatron.extras.planner.commands.plan_goodput import (
+    GoodputForecast,
+    GoodputReplay,
+    build_replay_json,
+    format_number,
+    list_goodput_rows,
+    predict_goodput,
+    replay_failures,
+)
 from megatron.extras.planner.cost.float8 import list_linears
 from megatron.extras.planner.cost.goodput import (
-    FAILURES_PER_1000_NODE_DAYS,
+    CostOptions,
     Footprint,
     PlannedGoodput,
-    Reliability,
     estimate_footprint,
-    estimate_goodput,
-    estimate_mean_hours_to_failure,
 )
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.layers import Seconds
@@ -37,7 +42,6 @@ from megatron.extras.step.float8.recipe import MULTIPLE, fits_float8, list_float
 from megatron.model.layer_parts import get_activation
 from megatron.plan.run_plan import Plan
 from megatron.run.start.launch import count_checkpoint_bytes
-from megatron.schedule.clock import parse_duration
 
 FLOAT8_ROUNDING = "float8: rounding"
 FLOAT8_SCALES = "float8: messages"
@@ -49,34 +53,8 @@ _BAR = 50
 """Characters of the bar that shows where the time goes."""
 _LEAST_GAIN = 0.02
 """Smallest predicted gain that is printed."""
-_MOST_MORE_TIME = 0.02
-"""How much longer than with the best interval of saves a run may take without a warning."""
-_LEAST_USEFUL = 1e-3
-"""Smallest goodput of a run that ends. With less, hardly a save comes before the next failure."""
 _MOST_DRAWN = 20_000
 """Visits of a pipeline that a trace may have."""
-
-
-@dataclass(frozen=True)
-class CostOptions:
-    """What a prediction of cost assumes about the cluster, apart from its hardware."""
-
-    failures_per_1000_node_days: float = FAILURES_PER_1000_NODE_DAYS
-    """Failures that end the run, for each 1,000 days of a node."""
-    restart_minutes: float = 10.0
-    """Minutes from a failure to the first new step."""
-    save_gb_per_second: float = 2.0
-    """GB per second at which each node writes a checkpoint while training waits."""
-    store_gb_per_second: float = 1.0
-    """GB per second at which each node exchanges files with the store of an address in --save."""
-    store_price: float = 0.023
-    """Dollars for a GB and month on this store. Default: the list price of S3 in us-east-1."""
-    store_write_price: float = 0.005
-    """Dollars for 1,000 requests that write. An upload has one for every 16 MiB."""
-    pue: float = 1.2
-    """Energy of the data centre relative to that of the nodes."""
-    carbon_intensity: float = 300.0
-    """Grams of CO2 equivalents of a kilowatt-hour."""
 
 
 @dataclass(frozen=True)
@@ -87,72 +65,6 @@ class RunCost:
     """Days without failures."""
     days_with_failures: float
     footprint: Footprint
-
-
-@dataclass(frozen=True)
-class GoodputForecast:
-    """The goodput with the run's own interval of saves, and with the best one."""
-
-    own: PlannedGoodput | None
-    """The best one, if the run has no interval. None: with its interval, the run does not end."""
-    best: PlannedGoodput
-    interval: float | None
-    """Seconds of steps between two saves of the run. None: it has no interval."""
-
-    @property
-    def more_time(self) -> float:
-        """How much longer than with the best interval the run takes. 0.02 is 2 %."""
-        if self.own is None:
-            return math.inf
-        return self.best.useful / self.own.useful - 1
-
-
-def predict_goodput(
-    plan: Plan, hardware: Hardware, options: CostOptions, step_seconds: float
-) -> GoodputForecast:
-    """Predict the goodput of the plan's number of devices.
-
-    Args:
-        plan: The plan.
-        hardware: The devices.
-        options: What is assumed about the cluster.
-        step_seconds: Seconds of an iteration, from which the time between two saves follows.
-
-    Raises:
-        ConfigError: The run fails so often that it makes no progress with any interval.
-    """
-    hours = estimate_mean_hours_to_failure(
-        plan.world_size, hardware.ranks_per_node, options.failures_per_1000_node_days
-    )
-    # All nodes write their shards at the same time.
-    nodes = -(-plan.world_size // hardware.ranks_per_node)
-    save = count_checkpoint_bytes(plan) / (nodes * options.save_gb_per_second * 1e9)
-    reliability = Reliability(hours, 60 * options.restart_minutes, save)
-    best = estimate_goodput(reliability)
-    interval = _find_save_seconds(plan, step_seconds)
-    if interval is None:
-        return GoodputForecast(best, best, None)
-    try:
-        own = estimate_goodput(reliability, interval)
-    except ConfigError:
-        return GoodputForecast(None, best, interval)
-    # An interval that is nearly the best one is not what keeps the run from its end.
-    if own.useful < _LEAST_USEFUL * best.useful:
-        return GoodputForecast(None, best, interval)
-    return GoodputForecast(own, best, interval)
-
-
-def _find_save_seconds(plan: Plan, step_seconds: float) -> float | None:
-    """Return the seconds of steps between two saves. None: the run has no interval of saves."""
-    checkpoint = plan.config.checkpoint
-    found = []
-    if checkpoint.save_interval:
-        # A run that is shorter than its interval saves at its end.
-        steps = min(checkpoint.save_interval, max(1, plan.train_iters))
-        found.append(steps * step_seconds)
-    if checkpoint.save_interval_time is not None:
-        found.append(parse_duration(checkpoint.save_interval_time))
-    return min(found, default=None)
 
 
 def predict_days(plan: Plan, prediction: StepPrediction) -> float | None:
@@ -253,6 +165,7 @@ def build_cost_json(plan: Plan, hardware: Hardware, options: CostOptions) -> dic
         "replay_share": _compute_replay_share(plan, prediction),
         "goodput": None if forecast.own is None else vars(forecast.own),
         "best_goodput": vars(forecast.best),
+        "replay_of_failures": build_replay_json(replay_failures(plan, hardware, options, forecast)),
         "object_store": None if storage is None else vars(storage),
         "run": None
         if run is None
@@ -288,6 +201,7 @@ def format_cost(
         return [_format_row("step", text)]
     prediction = predict_plan(plan, hardware)
     forecast = predict_goodput(plan, hardware, options, prediction.seconds)
+    found = replay_failures(plan, hardware, options, forecast)
     lines = [
         _format_row(
             "predicted step",
@@ -314,7 +228,7 @@ def format_cost(
         *_format_memory(prediction),
         *format_assumed("  assumed", assumed),
         *_format_unused_speed(plan, hardware, prediction),
-        *_format_run(plan, prediction, forecast, options),
+        *_format_run(plan, prediction, forecast, found, options),
     ]
     storage = plan_storage(plan, hardware, prediction.seconds, options)
     if storage is not None:
@@ -357,13 +271,6 @@ def _format_loads(plan: Plan, hardware: Hardware) -> list[str]:
     return [_format_row("  experts", f"{text}32.4 % with forced balance (--expert-imbalance)")]
 
 
-def _format_number(value: float) -> str:
-    """Return a number with three digits, or a whole number from 1,000 on."""
-    if value < 999.5:
-        return f"{value:.3g}"
-    return f"{value:,.0f}"
-
-
 def format_days(days: float) -> str:
     """Return a duration in days, or in a smaller unit if it is shorter."""
     return _format_in(days, (("days", 1), ("hours", 24), ("minutes", 1440), ("seconds", 86400)))
@@ -376,7 +283,7 @@ def _format_in(value: float, units: Sequence[tuple[str, float]]) -> str:
     """
     fitting = (each for each in units if value * each[1] >= 1)
     unit, count = next(fitting, units[-1])
-    return f"{_format_number(value * count)} {unit}"
+    return f"{format_number(value * count)} {unit}"
 
 
 def _format_row(label: str, text: str) -> str:
@@ -561,13 +468,12 @@ def _format_memory(prediction: StepPrediction) -> list[str]:
 
 
 def _format_run(
-    plan: Plan, prediction: StepPrediction, forecast: GoodputForecast, options: CostOptions
+    plan: Plan,
+    prediction: StepPrediction,
+    forecast: GoodputForecast,
+    found: GoodputReplay | None,
+    options: CostOptions,
 ) -> list[str]:
-    hours = estimate_mean_hours_to_failure(
-        plan.world_size,
-        prediction.job.hardware.ranks_per_node,
-        options.failures_per_1000_node_days,
-    )
     if prediction.verdict is Verdict.DOES_NOT_FIT:
         return [_format_row("predicted run", "none, because the layout does not fit")]
     lines = []
@@ -582,35 +488,8 @@ def _format_run(
         if 86400 * run.days < forecast.best.save_interval_seconds:
             # A short run ends before the first save, and hardly ever fails.
             return lines
-    best = _describe_interval(forecast.best.save_interval_seconds, prediction)
-    own = best
-    if forecast.interval is not None:
-        own = _describe_interval(forecast.interval, prediction)
-    useful = 0.0
-    if forecast.own is not None:
-        useful = forecast.own.useful
-    rate = f"a failure every {_format_number(hours)} hours"
-    text = f"{100 * useful:.1f} % with {rate}; save every {own}"
-    if best != own:
-        text += f"; at best {100 * forecast.best.useful:.1f} %, with a save every {best}"
-    lines.append(_format_row("goodput", text))
-    if forecast.more_time > _MOST_MORE_TIME:
-        steps = _count_steps(forecast.best.save_interval_seconds, prediction)
-        takes = f"takes {100 * forecast.more_time:.1f} % more time than the best one"
-        if forecast.own is None:
-            takes = "is so long that hardly a save comes before a failure, and the run does not end"
-        text = f"this interval of saves {takes}. Give --save-interval {steps:,}"
-        lines.append(_format_row("  warning", text))
-    return lines
-
-
-def _count_steps(interval: float, prediction: StepPrediction) -> int:
-    """Return the iterations between two saves. People set --save-interval in iterations."""
-    return max(1, round(interval / prediction.seconds))
-
-
-def _describe_interval(interval: float, prediction: StepPrediction) -> str:
-    return f"{_count_steps(interval, prediction):,} iterations ({interval / 60:,.0f} minutes)"
+    rows = list_goodput_rows(prediction, forecast, found)
+    return lines + [_format_row(label, text) for label, text in rows]
 
 
 def _list_cost(run: RunCost, prediction: StepPrediction) -> list[str]:

@@ -18,6 +18,38 @@ _MOST_MEANS = 100.0
 
 
 @dataclass(frozen=True)
+class CostOptions:
+    """What a prediction of cost assumes about the cluster, apart from its hardware."""
+
+    failures_per_1000_node_days: float = FAILURES_PER_1000_NODE_DAYS
+    """Failures that end the run, for each 1,000 days of a node."""
+    detection_minutes: float = 0.0
+    """Minutes until a failure is noticed. They come before --restart-minutes."""
+    restart_minutes: float = 10.0
+    """Minutes from a failure to the first new step."""
+    failures: str | None = None
+    """Replay failures: llama3 for published counts by cause, or a JSON file with counts or with a
+    recorded trace (docs/planner.md)."""
+    spare_nodes: int | None = None
+    """Spare nodes of the replay. Default: a lost node is replaced at once."""
+    fewer_nodes: int | None = None
+    """Fewest nodes with which the run of the replay goes on. Default: it waits for all its
+    nodes."""
+    save_gb_per_second: float = 2.0
+    """GB per second at which each node writes a checkpoint while training waits."""
+    store_gb_per_second: float = 1.0
+    """GB per second at which each node exchanges files with the store of an address in --save."""
+    store_price: float = 0.023
+    """Dollars for a GB and month on this store. Default: the list price of S3 in us-east-1."""
+    store_write_price: float = 0.005
+    """Dollars for 1,000 requests that write. An upload has one for every 16 MiB."""
+    pue: float = 1.2
+    """Energy of the data centre relative to that of the nodes."""
+    carbon_intensity: float = 300.0
+    """Grams of CO2 equivalents of a kilowatt-hour."""
+
+
+@dataclass(frozen=True)
 class Reliability:
     """How often a run fails, and what a failure and a save cost."""
 
