@@ -144,7 +144,7 @@ class InstalledParts(Parts):
     def change_loaded(self, shards: Sequence[TensorShard], config: Config) -> None:
         """Change one weight of each matrix, with --rehearsal perturbed."""
         if config.checkpoint.rehearsal == "perturbed":
-            from megatron.extras.operations.handover.perturbation import perturb
+            from megatron.extras.operations.handover.run_parts import perturb
 
             perturb(shards, config.precision)
 
@@ -241,7 +241,7 @@ class InstalledParts(Parts):
 
     def describe_start(self, plan: Plan, device_name: str, log: Printer) -> dict[str, Any]:
         """Describe the installation, and keep the report of --verification with the run."""
-        from megatron.extras.operations.handover.installation import describe_installation
+        from megatron.extras.operations.handover.run_parts import describe_installation
 
         found = describe_installation(device_name)
         if plan.config.logging.verification is None:
