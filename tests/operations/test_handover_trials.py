@@ -97,3 +97,20 @@ def test_errors_in_the_code_are_found(pool: ProcessPool, corpus: str, tmp_path: 
         print(name, code, answer["verdict"])
     expected = {name: f"no go: iteration {at}, {what}" for name, (at, what) in FOUND.items()}
     assert found == expected
+
+
+def test_the_drift_of_a_perturbed_rehearsal(pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+    """It is measured if a number in 16 bits is above one rounding error."""
+    run = Handover(pool, corpus, tmp_path / "run", f"{SIZES} --bf16")
+    run.train()
+    metrics = run.folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for line in lines:
+        if (line["kind"], line["iteration"]) == ("train", 6):
+            line["lm_loss"] *= 1.005
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, answer, trained = run.rehearse("--from 4 --steps 4", TP2, 2)
+    assert (code, answer["verdict"]) == (1, "no go: iteration 6, loss")
+    assert [words[words.index("--rehearsal") + 1] for words in trained] == ["exact", "perturbed"]
+    print(answer["drift"])
+    assert 0 < answer["drift"] < 0.01
