@@ -143,6 +143,10 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ({"keep_latest_checkpoints": 2}, "--keep-latest-checkpoints 2 needs --save"),
     ({"tracker": ("wandb",)}, "--tracker wandb needs --save"),
     (
+        {"save": "ckpt", "keep_for_handover": 10},
+        "--keep-for-handover 10 needs --keep-latest-checkpoints",
+    ),
+    (
         {"save": "ckpt", "keep_every": 10},
         "--keep-every 10 needs --keep-latest-checkpoints",
     ),

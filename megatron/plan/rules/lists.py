@@ -137,6 +137,7 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     ),
     needs("checkpoint.local_dir", ", for an address in --save", "checkpoint.save_staging"),
     needs(_KEEP_LATEST, ": without it all checkpoints are kept", "checkpoint.keep_every"),
+    needs(_KEEP_LATEST, "", "checkpoint.keep_for_handover"),
     # These flags have a meaning only for a checkpoint that is loaded.
     needs(
         *("checkpoint.load", ", the folder of the checkpoint", "checkpoint.finetune"),

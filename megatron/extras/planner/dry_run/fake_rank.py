@@ -51,8 +51,9 @@ class FakeRank:
 
     def train(self, microbatches: Sequence[Microbatch], iteration: int = 1) -> None:
         """Run a training step."""
-        # The training loop has two votes in each step (`Exits.vote`).
-        self.engine.train_batch(microbatches, iteration=iteration, lr=1e-4, vote=lambda: (0.0, 0.0))
+        # The training loop has two votes in each step (`Exits.vote`), and a digest of the batch.
+        votes = (0.0, 0.0, 0.0)
+        self.engine.train_batch(microbatches, iteration=iteration, lr=1e-4, vote=lambda: votes)
 
 
 @cache
