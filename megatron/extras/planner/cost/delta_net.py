@@ -166,7 +166,7 @@ class _DeltaNetTensors(LayerTensors):
         self._gate = 0.0
         # The inner width of the output projection, and that of all others together.
         bytes_of = self.value * self._tokens
-        self._q = bytes_of * self._sizes.parts[2]
+        self._q = float(bytes_of * self._sizes.parts[2])
         self._k = self._v = (bytes_of * sum(self._sizes.parts) - self._q) / 2
         self._qkv = self._q + 2 * self._k
         self._result = self._q
