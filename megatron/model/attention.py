@@ -41,15 +41,18 @@ from megatron.model.packed_attention import attend_packed
 from megatron.model.positions import Positions, rotate
 from megatron.model.shape import LayerDescription, ModelShape
 from megatron.parallel.context import Keys
+from megatron.parallel.entered_linear import apply_entered_linears
 from megatron.parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     SharedGroupsLinear,
-    make_parameter,
+    list_numbers,
+    make_sharded,
     split_evenly,
 )
 from megatron.parallel.mesh import ContextParallel, TensorParallel
 from megatron.parallel.padding import trim_columns
+from megatron.parallel.parameter_spec import Specs
 
 
 def find_largest_attention_logit(
@@ -122,7 +125,161 @@ def _search_piece(query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
     return largest
 
 
-class SelfAttention(nn.Module):
+class Attention(nn.Module):
+    """Attention of this rank's heads, and the output projection."""
+
+    out: RowParallelLinear
+
+    def __init__(self, shape: ModelShape, layer: LayerDescription, dropout: Dropout) -> None:
+        """Take the settings. A subclass creates its projections, and then calls `_add_output`.
+
+        Args:
+            shape: Sizes of the model.
+            layer: The settings that differ between layers.
+            dropout: Dropout on the attention probabilities.
+        """
+        super().__init__()
+        self.number = layer.number
+        self.rotary = layer.rotary
+        self.window = layer.window
+        self.softmax = SOFTMAXES.require(shape.config.softmax_type)
+        self.dropout = dropout
+        self.recompute_core = False
+        """Whether the backward pass computes the attention core again (selective recomputation)."""
+        self.kernels: tuple[str, ...] = ()
+        """The kernels that SDPA may use, the preferred one first. Empty: PyTorch chooses."""
+        self.operators = FusedOperators()
+        """The kernels that take the place of PyTorch's operators."""
+
+    def _add_output(self, specs: Specs, tp: TensorParallel) -> None:
+        """Create the output projection and the parameter of the softmax."""
+        self.out = RowParallelLinear(specs, "out", tp)
+        if self.softmax.parameter is not None:
+            own = make_sharded(specs[self.softmax.parameter], tp)
+            self.register_parameter(self.softmax.parameter, own)
+
+    def forward(self, x: Tensor, positions: Positions, dropout_key: Tensor) -> Tensor:
+        """Map [s, b, h] to [s, b, h]. With sequence parallelism both are [s/t, b, h]."""
+        projected, gate = self._enter(x)
+        query, key, value = self._project(projected, positions)
+        # A mask is a function of its place. Only a kernel that draws its own masks needs the random
+        # state of the forward pass again.
+        if self.recompute_core and torch.is_grad_enabled():
+            context = checkpoint(
+                self._compute_core,
+                query,
+                key,
+                value,
+                positions,
+                dropout_key,
+                use_reentrant=False,
+                preserve_rng_state=self.dropout.by_attention_kernel,
+            )
+        else:
+            context = self._compute_core(query, key, value, positions, dropout_key)
+        # The output projection reads [s, b, n d/t].
+        attended = context.permute(2, 0, 1, 3).flatten(2)
+        if gate is not None:
+            attended = attended * gate.sigmoid()
+        return self.out(attended)
+
+    def find_largest_logit(self, x: Tensor, positions: Positions) -> Tensor:
+        """Return the largest logit of this rank's heads on [s, b, h], a scalar in fp32.
+
+        See `find_largest_attention_logit`. With sequence parallelism the input is [s/t, b, h].
+        """
+        projected, _ = self._enter(x)
+        query, key, _ = self._project(projected, positions)
+        return find_largest_attention_logit(
+            query,
+            key,
+            self._select_bias(positions),
+            positions.documents,
+            self.window,
+            positions.context,
+        )
+
+    def _enter(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return what `_project` takes, and the logits of the gate, or None."""
+        return x, None
+
+    def _project(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the inputs of the attention core.
+
+        Returns:
+            Queries [b, n/t, s, d], keys [b, g/t, s, d] and values [b, g/t, s, width of a value].
+        """
+        raise NotImplementedError
+
+    def _select_bias(self, positions: Positions) -> Tensor | None:
+        """Return the bias of this layer's logits, [1, 1 or n/t, s, s], or None.
+
+        With context parallelism it is [1, 1 or heads, queries, keys]. See `Positions.bias`.
+        """
+        if self.window is not None:
+            return positions.window_bias
+        return positions.bias
+
+    def _compute_core(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Positions,
+        dropout_key: Tensor,
+    ) -> Tensor:
+        """Compute causal attention of queries [b, n/t, s, d] on keys and values [b, g/t, s, d].
+
+        With context parallelism, read s/c for s.
+
+        Returns:
+            The context, [b, n/t, s, d].
+        """
+        drop = None
+        if self.dropout.is_on:
+            # Ranks share the heads, and a mask belongs to a head of the complete model.
+            head = self.dropout.tp.rank * query.shape[1]
+            drop = WeightDropout(self.dropout, dropout_key, head)
+        bias = self._select_bias(positions)
+        # A cache hides empty slots by a bias of its own.
+        only_window = positions.bias is None and positions.cache is None
+        kernels = self.operators.attention
+        weighting = Weighting(
+            *(bias, self.window, drop, self._get_head_values(query), self.softmax.weigh, kernels),
+            only_window=only_window,
+        )
+        # This function runs again in a recomputation, which must use the same kernel.
+        allowed = use_attention_kernels(self.kernels)
+        # Generation and packed documents have complete sequences.
+        if positions.context.size > 1:
+            with allowed:
+                return attend_in_context(
+                    query, key, value, weighting, positions.documents, positions.context
+                )
+        if positions.packed is not None and self.softmax.weigh is None:
+            assert drop is None, "the kernel has no dropout"
+            return attend_packed(query, key, value, positions.packed, self.window)
+        # The kernel that gets all documents at once needs a GPU.
+        if positions.packed is not None and kernels is not None and query.is_cuda:
+            return kernels.attend_packed(query, key, value, positions.packed, weighting)
+        if positions.cache is not None:
+            key, value = positions.cache.append(self.number, key, value)
+            if query.shape[2] < key.shape[2] and self.softmax.weigh is None:
+                return attend_with_new_token(query, key, value, bias)
+        with allowed:
+            if positions.documents is not None:
+                return attend_by_document(query, key, value, weighting, positions.documents)
+            return attend(query, key, value, weighting)
+
+    def _get_head_values(self, query: Tensor) -> Tensor | None:
+        """Return the numbers of this rank's heads for the softmax, [n/t], or None."""
+        if self.softmax.parameter is not None:
+            return self.get_parameter(self.softmax.parameter)
+        # They are no parameter, and each is 0.
+        return None if self.softmax.weigh is None else query.new_zeros(query.shape[1])
+
+
+class SelfAttention(Attention):
     """Projection to queries, keys and values, attention, and output projection."""
 
     def __init__(
@@ -140,11 +297,8 @@ class SelfAttention(nn.Module):
             dropout: Dropout on the attention probabilities.
             tp: The tensor-parallel ranks.
         """
-        super().__init__()
+        super().__init__(shape, layer, dropout)
         config = shape.config
-        self.number = layer.number
-        self.rotary = layer.rotary
-        self.window = layer.window
         self.head_dim = shape.head_dim
         self.query_factor = shape.query_factor
         specs = ATTENTIONS.require("dot_product").list_parameters(shape, tp.size, tp.rank)
@@ -160,67 +314,40 @@ class SelfAttention(nn.Module):
             self.qkv = SharedGroupsLinear(specs, "qkv", tp)
         self.q_norm = build_query_key_norm(config, specs.get("q_norm.weight"), tp)
         self.k_norm = build_query_key_norm(config, specs.get("k_norm.weight"), tp)
-        self.out = RowParallelLinear(specs, "out", tp)
-        self.has_sink = SOFTMAXES.require(config.softmax_type).has_sink
-        self.sink: nn.Parameter | None = None
-        if "sink" in specs:
-            heads = split_evenly(config.num_attention_heads, tp)
-            self.sink = make_parameter((heads,), specs["sink"])
-        self.dropout = dropout
-        self.recompute_core = False
-        """Whether the backward pass computes the attention core again (selective recomputation)."""
-        self.kernels: tuple[str, ...] = ()
-        """The kernels that SDPA may use, the preferred one first. Empty: PyTorch chooses."""
-        self.operators = FusedOperators()
-        """The kernels that take the place of PyTorch's operators."""
+        self.gate: ColumnParallelLinear | None = None
+        if config.attention_output_gate:
+            self.gate = ColumnParallelLinear(specs, "gate", tp)
+        self._add_output(specs, tp)
 
-    def forward(self, x: Tensor, positions: Positions, dropout_key: Tensor) -> Tensor:
-        """Map [s, b, h] to [s, b, h]. With sequence parallelism both are [s/t, b, h]."""
-        query, key, value = self._project(x, positions)
-        # A mask is a function of its place. Only a kernel that draws its own masks needs the random
-        # state of the forward pass again.
-        if self.recompute_core and torch.is_grad_enabled():
-            context = checkpoint(
-                self._compute_core,
-                query,
-                key,
-                value,
-                positions,
-                dropout_key,
-                use_reentrant=False,
-                preserve_rng_state=self.dropout.by_attention_kernel,
-            )
-        else:
-            context = self._compute_core(query, key, value, positions, dropout_key)
-        # The output projection reads [s, b, n d/t].
-        return self.out(context.permute(2, 0, 1, 3).flatten(2))
+    def _enter(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the projection to queries, keys and values, and the logits of the gate.
 
-    def find_largest_logit(self, x: Tensor, positions: Positions) -> Tensor:
-        """Return the largest logit of this rank's heads on [s, b, h], a scalar in fp32.
-
-        See `find_largest_attention_logit`. With sequence parallelism the input is [s/t, b, h].
+        Both are [s, b, ...]. Without a gate, the second is None.
         """
-        query, key, _ = self._project(x, positions)
-        return find_largest_attention_logit(
-            query,
-            key,
-            self._select_bias(positions),
-            positions.documents,
-            self.window,
-            positions.context,
+        if self.gate is None:
+            return self.qkv(x), None
+        numbers: list[Tensor] = []
+        if isinstance(self.qkv, SharedGroupsLinear):
+            matrix = self.qkv.join()
+        else:
+            matrix = (self.qkv.weight, self.qkv.bias)
+            numbers = list_numbers(self.qkv, self.gate)
+        # The tensor-parallel region is entered once for both matrices.
+        projected, gate = apply_entered_linears(
+            x,
+            [matrix, (self.gate.weight, self.gate.bias)],
+            self.gate.tp,
+            numbers=numbers,
+            products=self.qkv.products,
         )
+        return projected, trim_columns(gate, self.gate.weight.shape[0])
 
     def _project(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the inputs of the attention core.
-
-        Returns:
-            Queries [b, n/t, s, d], keys and values [b, g/t, s, d].
-        """
+        """See `Attention`. The projection [s, b, (n/t + 2 g/t) d] may have padding."""
         # If several ranks share a group, read 1 for g/t and n/t for n/g in the shapes below.
-        qkv = self.qkv(x)
-        s, b, _ = qkv.shape
+        s, b, _ = x.shape
         queries = self.heads_per_group
-        qkv = trim_columns(qkv, self.groups * (queries + 2) * self.head_dim)
+        qkv = trim_columns(x, self.groups * (queries + 2) * self.head_dim)
         qkv = qkv.view(s, b, self.groups, queries + 2, self.head_dim)  # [s, b, g/t, n/g + 2, d]
         query, key, value = self._divide(qkv, positions)
         if self.query_factor != 1.0:
@@ -265,68 +392,3 @@ class SelfAttention(nn.Module):
             query = turn(query)
             key = turn(key)
         return query, key, value
-
-    def _select_bias(self, positions: Positions) -> Tensor | None:
-        """Return the bias of this layer's logits, [1, 1 or n/t, s, s], or None.
-
-        With context parallelism it is [1, 1 or heads, queries, keys]. See `Positions.bias`.
-        """
-        if self.window is not None:
-            return positions.window_bias
-        return positions.bias
-
-    def _compute_core(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        positions: Positions,
-        dropout_key: Tensor,
-    ) -> Tensor:
-        """Compute causal attention of queries [b, n/t, s, d] on keys and values [b, g/t, s, d].
-
-        With context parallelism, read s/c for s.
-
-        Returns:
-            The context, [b, n/t, s, d].
-        """
-        drop = None
-        if self.dropout.is_on:
-            # Ranks share the heads, and a mask belongs to a head of the complete model.
-            head = self.dropout.tp.rank * query.shape[1]
-            drop = WeightDropout(self.dropout, dropout_key, head)
-        bias = self._select_bias(positions)
-        # A cache hides empty slots by a bias of its own.
-        only_window = positions.bias is None and positions.cache is None
-        kernels = self.operators.sinks
-        weighting = Weighting(
-            bias, self.window, drop, self._get_sink(query), kernels, only_window=only_window
-        )
-        # This function runs again in a recomputation, which must use the same kernel.
-        allowed = use_attention_kernels(self.kernels)
-        # Generation and packed documents have complete sequences.
-        if positions.context.size > 1:
-            with allowed:
-                return attend_in_context(
-                    query, key, value, weighting, positions.documents, positions.context
-                )
-        if positions.packed is not None and not self.has_sink:
-            assert drop is None, "the kernel has no dropout"
-            return attend_packed(query, key, value, positions.packed, self.window)
-        # The kernel that gets all documents at once needs a GPU.
-        if positions.packed is not None and kernels is not None and query.is_cuda:
-            return kernels.attend_packed(query, key, value, positions.packed, weighting)
-        if positions.cache is not None:
-            key, value = positions.cache.append(self.number, key, value)
-            if query.shape[2] < key.shape[2] and not self.has_sink:
-                return attend_with_new_token(query, key, value, bias)
-        with allowed:
-            if positions.documents is not None:
-                return attend_by_document(query, key, value, weighting, positions.documents)
-            return attend(query, key, value, weighting)
-
-    def _get_sink(self, query: Tensor) -> Tensor | None:
-        """Return the sinks of this rank's heads, [n/t], or None."""
-        if self.has_sink and self.sink is None:
-            return query.new_zeros(query.shape[1])
-        return self.sink

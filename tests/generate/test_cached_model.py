@@ -28,8 +28,22 @@ MODELS: dict[str, dict[str, Any]] = {name: dict(each.ours) for name, each in FAM
         "moe_layer_freq": "2",
         "moe_shared_expert_intermediate_size": 8,
     },
+    "latent": {
+        "multi_latent_attention": True,
+        "position_embedding_type": "rotary",
+        "q_lora_rank": 12,
+        "kv_lora_rank": 20,
+        "qk_head_dim": 6,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 10,
+        "rope_scaling": "yarn",
+        "mscale_all_dim": 1.0,
+        "sliding_window": 7,
+        "full_attention_layers": "1::2",
+    },
     "alibi with groups": {"position_embedding_type": "alibi", "num_query_groups": 2},
     "learned positions with a window": {"sliding_window": 4},
+    "a sink of 0 with groups": {"softmax_type": "off-by-one", "num_query_groups": 2},
     # A prompt of one token is shorter than the convolution.
     "gated delta nets": {
         "position_embedding_type": "rotary",
