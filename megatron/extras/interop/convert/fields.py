@@ -547,6 +547,7 @@ def normalise_model(model: ModelConfig) -> ModelConfig:
     if model.sliding_window is None:
         unused.append("full_attention_layers")
     changes |= _normalise_latents(model)
+    # A number of --linear-attention-freq and a list may choose the same layers.
     if shape.linear_layers:
         changes["linear_attention_freq"] = describe_chosen_layers(
             shape.linear_layers, model.num_layers
