@@ -209,6 +209,7 @@ def _draw_from_counts(
     median, deviation = _REPAIR_HOURS
     for kind, cause, rate in _list_rates(source, pool, ranks_per_node):
         time = 0.0
+        # A cause may have no failures.
         while rate:
             time += chance.expovariate(rate)
             if time >= seconds:
@@ -223,6 +224,7 @@ def _sample_trace(
     source: FailureSource, pool: int, seconds: float, chance: random.Random
 ) -> Iterator[Failure]:
     length = _DAY * source.days
+    # Other nodes each time, because some nodes fail much more often than others.
     for number in range(math.ceil(seconds / length)):
         for first in range(0, pool, source.nodes):
             drawn = chance.sample(range(source.nodes), min(source.nodes, pool - first))
@@ -297,6 +299,7 @@ class _Replay:
         policy = self._policy
         failure = self._failures[number]
         is_used = failure.node in self._used
+        # A spare node that fails interrupts nothing.
         if is_used:
             self._totals.interruptions[failure.cause] += 1
             self._leave(time, is_saved=False)
