@@ -3,13 +3,15 @@
     python .ci/planted.py check                      # each line stands once, and its error compiles
     python .ci/planted.py record -- tests/data ...   # run tests, and note which execute each line
     python .ci/planted.py run [--limit 12]           # plant each error, and run the cheapest tests
+    python .ci/planted.py run --error NAME --tests tests/data/test_blend.py
     python .ci/planted.py table                      # what was found, by which test
 
 The errors are in `tests/planted/errors.toml`. Everything runs in a copy of the working tree, which
 has the error in its source. So each process has it, also one that starts with an environment of its
 own, such as a rank, a Slurm job or a pool's worker. `record` puts a call before each line, which
 notes the test that is running. `run` keeps its results in `tests/planted/results.csv` after each
-error, and goes on where it stopped. `--again NAME` runs one error again.
+error, and goes on where it stopped. `--error NAME` runs one error again, and `--tests` names tests
+for it that cost more than the cheapest ones.
 
 A test may move to the long suite if it is not the cheapest one that finds an error, and not the
 only test of a flag, a format or a message.
@@ -58,17 +60,17 @@ _seen = set()
 
 def hit(name):
     """Note the test for an error's line. A process without a test notes "?"."""
-    test = os.environ.get("PYTEST_CURRENT_TEST") or _ask_parents()
-    test = test.rpartition(" (")[0] or test or "?"
+    test = _find_test() or "?"
     if (name, test) not in _seen:
         _seen.add((name, test))
         with open(HITS / f"{{os.getpid()}}.txt", "a") as file:
             file.write(f"{{name}}\\t{{test}}\\n")
 
 
-def _ask_parents():
-    # A worker of a pool is older than the test. Pytest's process has the name of the current one.
-    pid = os.getppid()
+def _find_test():
+    # A worker of a pool is older than the test, and its environment may name an earlier one. The
+    # file of pytest's process names the current one.
+    pid = os.getpid()
     while pid > 1:
         try:
             return (HITS / f"test-{{pid}}").read_text()
@@ -211,8 +213,14 @@ def add_probes(text: str, errors: Sequence[PlantedError]) -> str:
     return "".join(lines)
 
 
-def run(limit: int, again: str | None) -> None:
-    """Plant each error and run its cheapest tests, until one fails."""
+def run(limit: int, only: str | None, tests: Sequence[str]) -> None:
+    """Plant each error and run its cheapest tests, until one fails.
+
+    Args:
+        limit: The number of tests for an error.
+        only: The name of the only error to plant, also if it has a result.
+        tests: The tests to run instead. Nothing is recorded if they do not find the error.
+    """
     times = read_record()
     hits = defaultdict(set)
     for name, test in _read_rows(HITS):
@@ -220,13 +228,17 @@ def run(limit: int, again: str | None) -> None:
             hits[name].add(test)
     results = {row[0]: row for row in _read_rows(RESULTS)}
     for error in read_errors():
-        if error.name in results and error.name != again:
+        if error.name != only and (only or error.name in results):
             continue
         cost = {test: times.get(test, SHORTEST_SECONDS) for test in hits[error.name]}
         ordered = sorted(cost, key=lambda test: (cost[test], test))
         begin = time.perf_counter()
         found = "no test executes the line"
-        if ordered:
+        if tests:
+            found = _find(error, tests) or ""
+            if not found:
+                raise SystemExit(f"{error.name}: these tests pass")
+        elif ordered:
             found = _find(error, ordered[:limit]) or f"not found by {len(ordered[:limit])} tests"
         seconds = time.perf_counter() - begin
         results[error.name] = [error.name, str(len(ordered)), found, f"{seconds:.0f}"]
@@ -284,7 +296,8 @@ def main() -> None:
     recorder.add_argument("tests", nargs="+", help="arguments of pytest")
     runner = commands.add_parser("run", help="plant each error, and run its cheapest tests")
     runner.add_argument("--limit", type=int, default=12, help="tests for an error (default: 12)")
-    runner.add_argument("--again", metavar="NAME", help="run this error again")
+    runner.add_argument("--error", metavar="NAME", help="run only this error, also again")
+    runner.add_argument("--tests", nargs="+", default=[], help="tests to run for this error")
     commands.add_parser("table", help="print the results")
     arguments = parser.parse_args()
     if arguments.command == "check":
@@ -292,7 +305,9 @@ def main() -> None:
     elif arguments.command == "record":
         record(arguments.tests)
     elif arguments.command == "run":
-        run(arguments.limit, arguments.again)
+        if arguments.tests and not arguments.error:
+            parser.error("--tests needs --error")
+        run(arguments.limit, arguments.error, arguments.tests)
     else:
         print_table()
 

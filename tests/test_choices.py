@@ -188,6 +188,16 @@ USES: dict[str, list[Callable[[Any], object]]] = {
         use_shape(measure_activations, "glu_activation"),
     ],
     "model.softmax_type": [use_model("softmax_type")],
+    "model.experimental_attention_variant": [
+        use_model("experimental_attention_variant", linear_attention_freq="2")
+    ],
+    "model.linear_time_step": [
+        use_model(
+            "linear_time_step",
+            experimental_attention_variant="gated_delta_net",
+            linear_attention_freq="2",
+        )
+    ],
     "model.activation": [
         use_model("activation"),
         use_shape(flops.count_parameters, "activation"),

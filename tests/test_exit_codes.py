@@ -1,19 +1,23 @@
 """The exit codes are in one module, and docs/commands.md has them as a table."""
 
 import os
+import platform
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from saved_checkpoint import save_checkpoint
 
 from megatron.base import exit_codes
+from megatron.base.errors import DataError
 from megatron.checkpoint.save import CheckpointContents
 from megatron.commands import plan
 from megatron.extras.interop.commands import inspect_checkpoint
 from megatron.parallel.shard import TensorShard
+from megatron.run import leaving
 
 ROOT = Path(__file__).parents[1]
 CODES = {name: value for name, value in vars(exit_codes).items() if name.isupper()}
@@ -36,6 +40,25 @@ def test_no_command_has_a_code_of_its_own() -> None:
     found = {str(file): own.findall(file.read_text()) for file in files}
     assert len(found) > 30
     assert {name: codes for name, codes in found.items() if codes} == {}
+
+
+def test_an_error_of_another_rank_names_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waited: list[float] = []
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr(leaving, "time", SimpleNamespace(sleep=waited.append))
+    monkeypatch.setattr(leaving.os, "_exit", leave)
+    with pytest.raises(SystemExit) as ended:
+        leaving.leave_with_error(DataError("no such file"))
+    assert ended.value.code == exit_codes.USER_ERROR
+    # Rank 0 prints first.
+    assert waited == [3]
+    assert capsys.readouterr().err == f"rank 3 on {platform.node()}: DataError: no such file\n"
 
 
 def close_reader(monkeypatch: pytest.MonkeyPatch) -> None:

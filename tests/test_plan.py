@@ -506,6 +506,30 @@ def test_groups_that_cannot_divide_the_ranks(parallel: dict, ranks_per_node: int
     assert "--hsdp-shard-size" in "\n".join(plan.errors)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "world", "message"),
+    [
+        ({}, 6, "--expert-model-parallel-size 4 must divide the 6 ranks of a stage"),
+        (
+            {"zero_stage": 3, "hsdp_shard_size": 3},
+            12,
+            "--expert-model-parallel-size 4 must divide the 3 ranks that share a copy",
+        ),
+    ],
+)
+def test_ranks_that_experts_cannot_divide(parallel: dict, world: int, message: str):
+    plan = resolve(
+        with_changes(
+            model={"num_experts": 8},
+            parallel={"expert_model_parallel_size": 4, **parallel},
+            batch={"global_batch_size": 48},
+        ),
+        world,
+    )
+    (error,) = plan.errors
+    assert error.startswith(message)
+
+
 def test_skip_ranges():
     plan = resolve(with_changes(batch={"skip_train_iteration_range": ("20-30", "10-25")}), 1)
     assert plan.skip_ranges == ((10, 30),)

@@ -457,7 +457,8 @@ class Saver:
 
     def _wait_for(self, save: SaveInProgress) -> None:
         """Wait until all ranks have finished the stage, as long as `Ranks.wait_for` allows."""
-        self._ranks.wait_for(save.work, f"saving iteration {save.contents.iteration}", self._log)
+        what = f"saving iteration {save.contents.iteration}"
+        self._ranks.wait_for(save.work, what, self._log, stage=save.stage.name)
 
     def _succeed(self, published: Published) -> None:
         """Record a checkpoint that is safe, and log its messages."""

@@ -53,9 +53,39 @@ def find_expert_layers(text: str, num_layers: int) -> frozenset[int]:
     Raises:
         ValueError: The text has another form, or as a list another length.
     """
+    if number := _read_number(text):
+        return frozenset(range(0, num_layers, number))
+    return _read_list(text, num_layers)
+
+
+@lru_cache(maxsize=256)
+def find_linear_layers(text: str, num_layers: int) -> frozenset[int]:
+    """Return the numbers of the layers with --experimental-attention-variant.
+
+    Args:
+        text: The value of --linear-attention-freq, such as `4` or `([1]*3+[0]*1)*12`.
+        num_layers: Layers of the model.
+
+    Raises:
+        ValueError: The text has another form, or as a list another length.
+    """
+    if number := _read_number(text):
+        return frozenset(range(num_layers)) - frozenset(range(number - 1, num_layers, number))
+    return _read_list(text, num_layers)
+
+
+def _read_number(text: str) -> int | None:
+    plain = text.strip()
+    return int(plain) if re.fullmatch(r"[1-9]\d*", plain) else None
+
+
+def _read_list(text: str, num_layers: int) -> frozenset[int]:
+    """Return the numbers of the layers for which a list has a 1.
+
+    Raises:
+        ValueError: The text is no list, or one of another length.
+    """
     plain = re.sub(r"\s", "", text)
-    if re.fullmatch(r"[1-9]\d*", plain):
-        return frozenset(range(0, num_layers, int(plain)))
     # Its text is Python's, and is read without running it.
     try:
         while found := _GROUP.search(plain):

@@ -15,7 +15,9 @@ RopeScaling = Literal["linear", "llama3", "yarn"]
 RouterScore = Literal["softmax", "sigmoid"]
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 Parametrization = Literal["standard", "mup", "completep"]
-AttentionKind = Literal["dot_product"]
+AttentionVariant = Literal["gated_delta_net"]
+TimeStep = Literal["one", "log-uniform"]
+AttentionKind = Literal["dot_product", "gated_delta_net"]
 """Kinds of attention. A layer has one of them, whichever flags it follows from."""
 MLPKind = Literal["dense", "experts"]
 DROPOUT_STEPS = 1 << 16
@@ -192,6 +194,33 @@ class ModelConfig:
     """Inner width of an MLP that all tokens use beside their experts. Default: no such MLP."""
     moe_shared_expert_gate: bool = False
     """Multiply the output of the shared expert by a sigmoid of its input (Qwen 2 MoE)."""
+
+    experimental_attention_variant: AttentionVariant | None = None
+    """What the layers of --linear-attention-freq have in place of attention. gated_delta_net: a
+    recurrent state of fixed size (https://arxiv.org/abs/2412.06464), as in Qwen3-Next and
+    Olmo-Hybrid. Default: all layers have attention."""
+    linear_attention_freq: str | None = None
+    """Layers with --experimental-attention-variant. N: all but every Nth layer. A list has 1 for
+    such a layer and 0 for one with attention, and may be written as in ([1]*3+[0]*1)*12."""
+    linear_conv_kernel_dim: Annotated[int, AT_LEAST_ONE] = 4
+    """Gated delta net: tokens that its causal convolution reads, the token itself included."""
+    linear_key_head_dim: Annotated[int, Range("[1, 1e9]")] = 128
+    """Gated delta net: width of a query and of a key of a head."""
+    linear_value_head_dim: Annotated[int, Range("[1, 1e9]")] = 128
+    """Gated delta net: width of a value of a head."""
+    linear_num_key_heads: Annotated[int, Range("[1, 1e6]")] = 16
+    """Gated delta net: heads of queries and keys."""
+    linear_num_value_heads: Annotated[int, Range("[1, 1e6]")] = 32
+    """Gated delta net: heads of values, a multiple of --linear-num-key-heads. Each has a state."""
+    linear_allow_neg_eigval: bool = False
+    """Gated delta net: multiply beta by 2, so that the state can change its sign
+    (https://arxiv.org/abs/2411.12537), as in Olmo-Hybrid."""
+    linear_norm_epsilon: Annotated[float | None, POSITIVE] = None
+    """Gated delta net: added to the mean square in its output norm. Default:
+    --layernorm-epsilon."""
+    linear_time_step: TimeStep = "one"
+    """Gated delta net: initial values of dt_bias. one: 1, as in Qwen3-Next. log-uniform: steps from
+    0.001 to 0.1, as in Mamba (https://arxiv.org/abs/2312.00752) and Olmo-Hybrid."""
 
     @property
     def has_dropout(self) -> bool:

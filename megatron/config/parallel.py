@@ -76,11 +76,12 @@ class ParallelConfig:
     """Minutes after which ranks that wait for an unresponsive rank end the run and name that rank
     (gloo). With nccl its watchdog ends the run. Reading and writing of files may take longer. With
     --hang-timeout, messages time out only after the longest time that it allows."""
-    hang_timeout: Annotated[float | None, Range("(0, 1e9]")] = None
-    """Seconds that a training step or a batch of an evaluation may take. Ten times as long are
-    allowed for the first of its kind, the start, a load, a save and the index of the data. After
-    that, the ranks that the others wait for are named, with their lines of code, and the run ends
-    with code 1. Default: off."""
+    hang_timeout: Annotated[float | Literal["auto", "off"] | None, Range("(0, 1e9]")] = "auto"
+    """When a run of several ranks counts as hanging. The ranks that the others wait for are then
+    named, with their lines of code, and the run ends with code 1. auto: each part of a step may
+    take three times as long as the slowest one of the last 100 steps, and 20 s more; a warning
+    comes first, and the end after twice the time. A number: seconds for a training step or a batch
+    of an evaluation, and ten times as long for everything else, also in a single process."""
     straggler_interval: Annotated[int, NOT_NEGATIVE] = 100
     """Iterations between two comparisons of how fast the ranks compute, without the time in which
     they wait for each other. The last ten iterations before it are measured. 0: off."""
@@ -94,6 +95,11 @@ class ParallelConfig:
     # Some launchers pass -1 for "none".
     local_rank: Annotated[int | None, Range("[-1, inf)")] = None
     """Appended by old launchers. The environment's LOCAL_RANK is used if it is set."""
+
+    @property
+    def hang_seconds(self) -> float | None:
+        """The seconds of `--hang-timeout`, if it is a number."""
+        return self.hang_timeout if isinstance(self.hang_timeout, float) else None
 
     @property
     def exchanges_heads(self) -> bool:

@@ -293,6 +293,7 @@ class NativeEngine(EngineBase):
             accept: See `Engine.train_batch`.
             vote: See `Engine.train_batch`.
         """
+        self._mesh.progress.begin_part("reduction of gradients")
         self._collect_gradients()
         if recorder is not None:
             recorder.record_gradients(self._list_counted(), scale)
@@ -306,6 +307,7 @@ class NativeEngine(EngineBase):
                 clip_factor = self._clip / (result.grad_norm + 1e-6)
             else:
                 clip_factor = 1.0
+            self._mesh.progress.begin_part("optimizer")
             self._before_update()
             self._optimizer.step(*rates, clip_factor / scale)
             self._refresh_model(copies=not self._optimizer.writes_copies)

@@ -23,6 +23,7 @@ from megatron.engine.parallelize import RankStage
 from megatron.model.inputs import Inputs
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.mesh import Mesh, choose_message_device
+from megatron.parallel.rank_progress import RankProgress
 from megatron.parallel.torch_private import StageInternals
 from megatron.schedule.pipeline_schedule import choose_schedule
 
@@ -54,7 +55,7 @@ class PipelineRunner:
         self._mesh = mesh
         self._num_stages = num_stages
         self._dtype = dtype
-        self._stages = [_StageModule(stage) for stage in stages]
+        self._stages = [_StageModule(stage, mesh.progress) for stage in stages]
         self._factor: float | Tensor = 1.0
         self.schedules: dict[bool, tuple[tuple[int, ...], Any]] = {}
         """The latest schedule for training (True) and for evaluation (False).
@@ -153,8 +154,9 @@ class _StageModule(nn.Module):
     the module, because `ShardedModel` controls that.
     """
 
-    def __init__(self, stage: RankStage) -> None:
+    def __init__(self, stage: RankStage, progress: RankProgress) -> None:
         super().__init__()
+        self.progress = progress
         self.model = stage.model
         self.sharded = stage.sharded
         self._inputs: Sequence[Inputs] = ()
@@ -167,6 +169,7 @@ class _StageModule(nn.Module):
 
     def forward(self, x: Tensor | None = None, *, number: Tensor) -> Tensor:
         """Run microbatch `number`: [s, b, h] to [s, b, h], or to the loss on the last stage."""
+        self.progress.begin_part(f"microbatch {int(number) + 1}")
         # The number is on the CPU, so reading it does not wait for the GPU.
         out: Tensor = self.model(x, self._inputs[int(number)])
         if self.model.stage.last:
@@ -195,6 +198,7 @@ class _Stage(StageInternals, PipelineStage):
     ) -> None:
         self._message_shape = message_shape
         self._sharded = stage.sharded
+        self._progress = stage.progress
         self._compute_device = mesh.device
         group = mesh.get_pipeline_group()
         # torch uses its stage's device only for messages.
@@ -248,6 +252,7 @@ class _Stage(StageInternals, PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Run a microbatch's backward pass, and drop the buffer of its output's gradient."""
+        self._progress.begin_part(f"backward pass of microbatch {bwd_chunk_id + 1}")
         if self.has_backward and not self.is_last:
             self._complete_messages(self.grad_recv_info[bwd_chunk_id])
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)

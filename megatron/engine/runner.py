@@ -17,6 +17,7 @@ from megatron.engine.parallelize import RankStage
 from megatron.model.execution import Execution
 from megatron.model.inputs import Inputs
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.rank_progress import RankProgress
 
 
 class VectorSums:
@@ -79,9 +80,12 @@ class Runner(Protocol):
 class SingleStageRunner:
     """A runner without a pipeline. The only stage is the complete model."""
 
-    def __init__(self, stage: RankStage, vectors: Sequence[nn.Parameter] = ()) -> None:
+    def __init__(
+        self, stage: RankStage, progress: RankProgress, vectors: Sequence[nn.Parameter] = ()
+    ) -> None:
         """Create a runner of the only stage. `vectors`: see `build_runner`."""
         self._stage = stage
+        self.progress = progress
         # A run in fp32 has none, and torch cannot concatenate an empty list.
         self._vectors = VectorSums(vectors) if vectors else None
 
@@ -90,6 +94,7 @@ class SingleStageRunner:
         # The sum stays on the device. Reading each loss would wait for the GPU every microbatch.
         total = torch.zeros((), dtype=torch.float32, device=inputs[0].tokens.device)
         for number, microbatch in enumerate(inputs):
+            self.progress.begin_part(f"microbatch {number + 1}")
             if train and self._stage.sharded is not None:
                 self._stage.sharded.prepare_backward(last=number == len(inputs) - 1)
             if train:
@@ -143,7 +148,7 @@ def build_runner(
             stages leaves them to autograd.
     """
     if mesh.grid.pipeline == 1:
-        return SingleStageRunner(stages[0], vectors)
+        return SingleStageRunner(stages[0], mesh.progress, vectors)
     # torch's pipeline schedules import torch's compiler, which takes seconds on every rank. A run
     # without a pipeline needs neither of them.
     from megatron.engine.pipeline_runner import PipelineRunner

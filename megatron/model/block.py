@@ -22,6 +22,7 @@ from megatron.model.attention import SelfAttention
 from megatron.model.dropout import Dropout
 from megatron.model.experts.layer import MixtureMLP
 from megatron.model.experts.routing import Routing
+from megatron.model.gated_delta_net import GatedDeltaNet
 from megatron.model.mlp import MLP
 from megatron.model.norm import Norm, build_norm
 from megatron.model.positions import Positions
@@ -32,7 +33,9 @@ from megatron.parallel.mesh import ContextParallel, ExpertParallel, TensorParall
 # One block has three dropouts: attention probabilities, attention output and MLP output.
 _SITES_PER_BLOCK = 3
 
-ATTENTION_MODULES = Table("attention", {"dot_product": SelfAttention})
+ATTENTION_MODULES: Table[type[SelfAttention] | type[GatedDeltaNet]] = Table(
+    "attention", {"dot_product": SelfAttention, "gated_delta_net": GatedDeltaNet}
+)
 """Kind of attention -> its module."""
 Half = Callable[..., Any]
 

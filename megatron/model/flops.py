@@ -21,7 +21,6 @@ of the attention core, since flash kernels always do it.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
@@ -29,38 +28,12 @@ from megatron.config.model import MLPKind
 from megatron.config.optimizer import OPTIMIZERS, OptimizerConfig
 from megatron.model.layer_parts import (
     ATTENTIONS,
-    get_activation,
     list_expert_parameters,
     list_layer_parameters,
     list_norm_parameters,
 )
 from megatron.model.shape import LayerDescription, ModelShape
 from megatron.parallel.parameter_spec import ParameterSpec
-
-
-@dataclass(frozen=True)
-class Widths:
-    """The widths that every formula here uses. See the notation of the module."""
-
-    h: int
-    f: int
-    q: int
-    k: int
-    mlp_in: int
-    """Outputs of the MLP's first linear layer: f, or 2f with a GLU."""
-
-
-def get_widths(shape: ModelShape) -> Widths:
-    """Return the widths of a shape."""
-    f = shape.ffn_hidden_size
-    return Widths(
-        h=shape.config.hidden_size,
-        f=f,
-        q=shape.config.num_attention_heads * shape.head_dim,
-        k=shape.query_groups * shape.head_dim,
-        mlp_in=f * (1 + get_activation(shape.config).gated),
-    )
-
 
 # Parameters
 

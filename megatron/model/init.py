@@ -7,6 +7,12 @@
 | head.weight                   | TABLE         | N(0, sigma)                  |
 | blocks.*.attention.sink       | VECTOR        | N(0, sigma)                  |
 | blocks.*.attention.qkv.weight | NORMAL        | N(0, sigma)                  |
+| *.attention.query.weight      | NORMAL        | N(0, sigma)                  |
+| *.attention.key.weight        | NORMAL        | N(0, sigma)                  |
+| *.attention.value.weight      | NORMAL        | N(0, sigma)                  |
+| *.attention.beta.weight       | NORMAL        | N(0, sigma)                  |
+| *.attention.alpha.weight      | NORMAL        | N(0, sigma)                  |
+| *.attention.gate.weight       | NORMAL        | N(0, sigma)                  |
 | blocks.*.mlp.up.weight        | NORMAL        | N(0, sigma)                  |
 | blocks.*.mlp.gate.weight      | NORMAL        | N(0, sigma)                  |
 | blocks.*.attention.out.weight | SCALED_NORMAL | N(0, sigma / sqrt(2 layers)) |
@@ -15,6 +21,9 @@
 | *.bias                        | ZERO          | 0                            |
 | *.activation.alpha_p          | XIELU_P       | log(exp(0.8) - 1)            |
 | *.activation.alpha_n          | XIELU_N       | log(exp(0.3) - 1)            |
+| *.attention.*_convolution     | CONVOLUTION   | U(-1, 1) / sqrt(kernel)      |
+| *.attention.A_log             | DECAY_RATE    | log U(0.01, 16)              |
+| *.attention.dt_bias           | TIME_STEP     | 1 or log(exp(10^U(-3,-1))-1) |
 
 sigma is `--init-method-std`. `--output-init-method-std` replaces sigma / sqrt(2 layers). With
 `--parametrization`, the deviations of NORMAL and SCALED_NORMAL are others, see `ModelShape`. A
@@ -37,6 +46,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.config.model import ModelConfig, TimeStep
 from megatron.model.shape import ModelShape
 from megatron.parallel.parameter_spec import Init
 
@@ -50,6 +60,19 @@ _CONSTANTS = {
     Init.XIELU_N: math.log(math.expm1(0.3)),
 }
 """Value of each kind that is the same for all elements."""
+
+
+_TIME_STEPS: dict[TimeStep, Callable[[Tensor], Tensor]] = {
+    "one": torch.ones_like,
+    # The inverse of softplus.
+    "log-uniform": lambda u: (10 ** (2 * u - 3)).expm1().log(),
+}
+_TRANSFORMS: dict[Init, Callable[[Tensor, ModelConfig], Tensor]] = {
+    Init.CONVOLUTION: lambda u, config: (2 * u - 1) / math.sqrt(config.linear_conv_kernel_dim),
+    Init.DECAY_RATE: lambda u, config: (0.01 + (16 - 0.01) * u).log(),
+    Init.TIME_STEP: lambda u, config: _TIME_STEPS[config.linear_time_step](u),
+}
+"""Kind -> its values from uniform ones in (0, 1)."""
 Initialise = Callable[[str, Init, Tensor, tuple[int, ...], tuple[int, ...], ModelShape, int], None]
 """A function with the arguments of `initialise`."""
 
@@ -86,6 +109,11 @@ def initialise(
         Init.SCALED_NORMAL: shape.output_init_std,
     }
     values = draw_normal_slice(seed, name, global_shape, offset, tuple(local.shape))
+    if kind in _TRANSFORMS:
+        # The distribution function of normal values makes them uniform.
+        uniform = torch.special.ndtr(torch.from_numpy(values).double())
+        local.copy_(_TRANSFORMS[kind](uniform, shape.config))
+        return
     # Scaled in fp32 before the copy, which rounds to the dtype of the shard.
     local.copy_(torch.from_numpy(values).mul_(deviations[kind]))
 

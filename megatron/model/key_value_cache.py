@@ -1,5 +1,7 @@
 """The keys and values of tokens that were computed before, for text generation.
 
+A layer with a recurrent state stores that in their place.
+
 The slots of a sequence are aligned at its end: the last token of each sequence is in the same slot.
 A shorter sequence leaves its first slots empty, and a bias hides them. Distances between tokens are
 then distances between slots, in every sequence.
@@ -25,6 +27,7 @@ class KeyValueCache:
         self._sequences = sequences
         self._slots = slots
         self._layers: dict[int, Tensor] = {}
+        self._states: dict[int, tuple[Tensor, ...]] = {}
         self._rows: Tensor | None = None
         self._start = 0
 
@@ -72,11 +75,33 @@ class KeyValueCache:
         stored[1, :, :, self._start : end] = value
         return stored[0, :, :, :end], stored[1, :, :, :end]
 
+    def read_state(self, layer: int) -> tuple[Tensor, ...] | None:
+        """Return what a layer keeps of all tokens so far, [b, ...] each. Prompts have None."""
+        return None if self._rows is not None else self._states[layer]
+
+    def write_state(self, layer: int, state: tuple[Tensor, ...]) -> None:
+        """Store what a layer keeps of the tokens up to these ones.
+
+        Args:
+            layer: Number of the layer in the complete model.
+            state: [b, ...] each, for the sequences of this forward pass.
+        """
+        if self._rows is None:
+            self._states[layer] = state
+            return
+        if layer not in self._states:
+            size = self._sequences
+            self._states[layer] = tuple(x.new_zeros(size, *x.shape[1:]) for x in state)
+        for stored, new in zip(self._states[layer], state, strict=True):
+            stored[self._rows] = new
+
     def keep(self, rows: Tensor) -> None:
         """Remove all sequences but those with the indices `rows`."""
         self._sequences = len(rows)
         for layer, stored in self._layers.items():
             self._layers[layer] = stored[:, rows]
+        for layer, state in self._states.items():
+            self._states[layer] = tuple(x[rows] for x in state)
 
 
 def attend_with_new_token(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:

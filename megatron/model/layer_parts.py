@@ -225,6 +225,35 @@ def _count_dot_product(shape: ModelShape) -> int:
     return 4 * shape.config.num_attention_heads * shape.head_dim
 
 
+def _list_gated_delta_net(shape: ModelShape, tensor_size: int, rank: int) -> Specs:
+    """Return the parameters of a gated delta net.
+
+    Each part of its projection is a matrix of its own. So a rank's heads are neighbouring rows of
+    each, and Muon updates each by itself.
+    """
+    config = shape.config
+    heads = config.linear_num_value_heads
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = heads * config.linear_value_head_dim
+    rows = {"query": keys, "key": keys, "value": values, "gate": values}
+    rows |= {"beta": heads, "alpha": heads}
+    specs: Specs = {}
+    for name, size in rows.items():
+        specs |= make_linear_specs(
+            name, size, config.hidden_size, Init.NORMAL, bias=False, shard_dim=0
+        )
+    for name in ("query", "key", "value"):
+        specs[f"{name}_convolution"] = ParameterSpec(
+            (rows[name], config.linear_conv_kernel_dim), Init.CONVOLUTION, decays=False, shard_dim=0
+        )
+    specs["A_log"] = make_vector_spec(heads, Init.DECAY_RATE, shard_dim=0)
+    specs["dt_bias"] = make_vector_spec(heads, Init.TIME_STEP, shard_dim=0)
+    specs["norm.weight"] = make_vector_spec(config.linear_value_head_dim, Init.ONE)
+    return specs | make_linear_specs(
+        "out", config.hidden_size, values, Init.SCALED_NORMAL, bias=False, shard_dim=1
+    )
+
+
 @dataclass(frozen=True)
 class AttentionRow:
     """A kind of attention."""
@@ -237,7 +266,11 @@ class AttentionRow:
 
 ATTENTIONS = Table(
     "attention",
-    {"dot_product": AttentionRow(_list_dot_product, _count_dot_product)},
+    {
+        "dot_product": AttentionRow(_list_dot_product, _count_dot_product),
+        # No token reads another one: the state has a fixed size.
+        "gated_delta_net": AttentionRow(_list_gated_delta_net, lambda shape: 0),
+    },
 )
 """Kind of attention -> its meaning. `ModelShape.describe_layer` has the kind of each layer."""
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import assert_never
 
-from megatron.config.layer_choice import choose_layers, find_expert_layers
+from megatron.config.layer_choice import choose_layers, find_expert_layers, find_linear_layers
 from megatron.config.model import AttentionKind, MLPKind, ModelConfig
 
 
@@ -113,6 +113,10 @@ class ModelShape:
     def describe_layer(self, index: int) -> LayerDescription:
         """Return the description of layer number `index` of the complete model, from 0."""
         config = self.config
+        mlp: MLPKind = "experts" if index in self.expert_layers else "dense"
+        kind, frequency = config.experimental_attention_variant, config.linear_attention_freq
+        if kind and frequency and index in find_linear_layers(frequency, config.num_layers):
+            return LayerDescription(index, rotary=False, window=None, attention=kind, mlp=mlp)
         return LayerDescription(
             number=index,
             rotary=config.position_embedding_type == "rotary"
@@ -120,7 +124,7 @@ class ModelShape:
             window=None
             if index in _choose_layers(config.full_attention_layers, config.num_layers)
             else config.sliding_window,
-            mlp="experts" if index in self.expert_layers else "dense",
+            mlp=mlp,
         )
 
     @property

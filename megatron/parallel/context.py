@@ -356,13 +356,26 @@ def exchange_heads(
         key = key.index_select(1, index)
         value = value.index_select(1, index)
     sent = torch.cat([x.unflatten(1, (context.size, -1)) for x in (query, key, value)], dim=2)
-    # [c, b, n/c + 2 groups, s/c, d].
+    joined = gather_positions(sent, context)
+    first, second, third = joined.split((heads, each, each), dim=1)
+    return first, second, third
+
+
+def gather_positions(sent: Tensor, context: ContextParallel) -> Tensor:
+    """Send the heads of each rank to it, and return all positions of this rank's, in order.
+
+    Args:
+        sent: This rank's positions for the heads of each rank, [b, c, heads, s/c, d].
+        context: The context-parallel ranks.
+
+    Returns:
+        [b, heads, s, d].
+    """
+    # [c, b, heads, s/c, d].
     arrived = _Exchange.apply(sent.movedim(1, 0), context)
     # Each rank has sent its early and its late part. Late parts are in the opposite order.
     early, late = arrived.chunk(2, dim=3)
-    joined = torch.cat((*early, *reversed(late.unbind())), dim=2)
-    first, second, third = joined.split((heads, each, each), dim=1)
-    return first, second, third
+    return torch.cat((*early, *reversed(late.unbind())), dim=2)
 
 
 def _choose_groups(heads: int, groups: int, size: int) -> list[int]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron.base.code_version import PACKAGE
 
@@ -130,23 +129,6 @@ def gather_json_on_rank_0(value: Any, group: dist.ProcessGroup | None) -> list[A
     received = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
     dist.gather(padded, received, group=group, group_dst=0)
     return [json.loads(row.numpy().tobytes()) for row in received]
-
-
-def broadcast_integers(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return rank 0's tensor on every rank of a gloo group of all ranks.
-
-    Args:
-        tensor: int32 on the CPU. On the other ranks, only its number of dimensions counts.
-        group: The group, or None for one process.
-    """
-    if group is None:
-        return tensor
-    shape = torch.tensor(tensor.shape)
-    dist.broadcast(shape, src=0, group=group)
-    if dist.get_rank(group) != 0:
-        tensor = torch.empty(shape.tolist(), dtype=torch.int32)
-    dist.broadcast(tensor, src=0, group=group)
-    return tensor
 
 
 def broadcast_json(value: Any, group: dist.ProcessGroup | None) -> Any:

@@ -26,6 +26,12 @@ class Init(Enum):
     """A constant whose softplus is 0.8."""
     XIELU_N = "xIELU, negative side"
     """A constant whose softplus is 0.3. xIELU adds 0.5 to it, which gives 0.8."""
+    CONVOLUTION = "uniform, convolution"
+    """Uniform in +- 1 / sqrt(k) for a kernel of k tokens."""
+    DECAY_RATE = "log of uniform"
+    """The logarithm of a uniform value from 0.01 to 16."""
+    TIME_STEP = "time step"
+    """1, or a value whose softplus is log-uniform from 0.001 to 0.1."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ is a few assignments, so it costs less than a microsecond, also without a watchd
 """
 
 import math
+import re
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,15 @@ from megatron.base.code_version import PACKAGE
 
 LONG_FACTOR = 10.0
 """Phases other than a repeated step may take this many times `--hang-timeout`."""
+SLOWEST_FACTOR = 3.0
+"""With `--hang-timeout auto`, a phase or part may take this many times as long as the
+slowest one so far."""
+PART_SECONDS = 20.0
+"""What a part of a step may take in addition: a microbatch, a reduction, an optimizer."""
+PHASE_SECONDS = 300.0
+"""What everything else may take in addition. A file system may not answer for minutes."""
+FIRST_SECONDS = 1800.0
+"""What the first one of a kind may take, and a compilation."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,18 @@ class Phase:
     """Whether it has a limit at all."""
     in_threads: bool = False
     """Whether a thread works on files while the main threads of all ranks wait together."""
+    stage: str = ""
+    """What distinguishes it from other phases with the same name, which may be shorter."""
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it is a training step."""
+        return self.name.startswith(TRAINING)
+
+    @property
+    def kind(self) -> str:
+        """The name without numbers, and the stage. Phases that do the same have the same kind."""
+        return _NUMBER.sub("", self.name) + self.stage
 
     @property
     def factor(self) -> float:
@@ -47,6 +69,9 @@ class Phase:
         return LONG_FACTOR
 
 
+TRAINING = "training iteration"
+"""What a training step does. Its number follows."""
+_NUMBER = re.compile(r"\d+")
 _START = Phase("the start of the run")
 
 
@@ -69,7 +94,16 @@ class RankProgress:
         It is 0 until the first one of a launch."""
         self.sequence = 0
         """Number of changes of the phase. It stays the same while the main thread hangs."""
-        self._seen: set[str] = set()
+        self.part = ""
+        """The part of a step that computes, such as "microbatch 3". Empty between such parts."""
+        self.marks = 0
+        """Number of changes of the phase or the part."""
+        self.completed: dict[str, float] = {}
+        """Kind of a phase that was entered and left -> seconds of its longest work in a thread.
+
+        That work may have started before the phase."""
+        self._seen: dict[str, int] = {}
+        """Kind of a step -> its largest size so far."""
         self.stop_signal = 0
         """The signal to stop that this rank has received, or 0."""
         self.may_stop = True
@@ -94,15 +128,25 @@ class RankProgress:
         self.may_stop = True
         self._change(_START)
 
-    def begin_step(self, kind: str, number: int) -> None:
+    def begin_step(self, kind: str, number: int, size: int = 0) -> None:
         """Begin a step, which lasts until the next one. The first of its kind may take long.
 
         Args:
             kind: What the step does, such as "training iteration".
             number: Its number.
+            size: Its tokens. A step that is larger than all before it counts as a first one.
         """
-        self._change(Phase(f"{kind} {number}", is_repeated=kind in self._seen))
-        self._seen.add(kind)
+        self._change(Phase(f"{kind} {number}", is_repeated=size <= self._seen.get(kind, -1)))
+        self._seen[kind] = max(size, self._seen.get(kind, 0))
+
+    def begin_part(self, part: str) -> None:
+        """Begin a part of the present phase, which lasts until the next part or phase.
+
+        Args:
+            part: What it does, or nothing if the phase goes on without parts.
+        """
+        self.part = part
+        self.marks += 1
 
     @contextmanager
     def enter(self, phase: Phase) -> Iterator[None]:
@@ -114,6 +158,7 @@ class RankProgress:
         with self.return_after():
             self._change(phase)
             yield
+            self.completed.setdefault(phase.kind, 0.0)
 
     @contextmanager
     def return_after(self) -> Iterator[None]:
@@ -130,6 +175,7 @@ class RankProgress:
     def _change(self, phase: Phase) -> None:
         self.phase = phase
         self.sequence += 1
+        self.begin_part("")
 
 
 def wait_for(work: dist.Work) -> None:
@@ -198,6 +244,10 @@ class RankState:
     """Number of changes of the phase so far."""
     collectives: dict[str, list[Any]] = field(default_factory=dict)
     """The last collective of each group: its number in the group, and the operation with sizes."""
+    published: float = 0.0
+    """The time of this rank's clock, in seconds since 1970."""
+    limit: float = 0.0
+    """Seconds that the phase may take, with `--hang-timeout auto`."""
     recent: dict[str, dict[str, str]] = field(default_factory=dict)
     """The last few collectives of each group: number -> operation with sizes."""
     collective: str = ""

@@ -43,6 +43,8 @@ class Work(Generic[Result]):
     def __init__(self, act: Callable[[], Result], *, in_thread: bool) -> None:
         """Call `act`, in a thread or at once. The error that it raises is stored, not raised."""
         self._act = act
+        self.seconds = 0.0
+        """How long the call took."""
         self.result: Result | None = None
         """What the call returned. None until it is done, and if it raised."""
         self.error: BaseException | None = None
@@ -55,12 +57,14 @@ class Work(Generic[Result]):
             self._run()
 
     def _run(self) -> None:
+        start = time.monotonic()
         try:
             self.result = self._act()
         except BaseException as error:
             # The owner raises it again when all ranks have agreed on the outcome. An error that
             # ended the thread would only be printed.
             self.error = error
+        self.seconds = time.monotonic() - start
 
     @property
     def done(self) -> bool:
@@ -172,6 +176,7 @@ class Ranks:
         *,
         until_failure: bool = False,
         is_repeated: bool = False,
+        stage: str = "",
     ) -> None:
         """Wait until the work of all ranks is done, in rounds of short collectives.
 
@@ -184,13 +189,17 @@ class Ranks:
             log: Called with a message if it takes long.
             until_failure: Return as soon as this rank's own work has failed.
             is_repeated: See `Phase`.
+            stage: See `Phase`.
 
         Raises:
             CheckpointError: On every rank, if a rank needs longer than PATIENCE_SECONDS. The
                 message names it.
         """
-        with self.progress.enter(Phase(what, is_repeated, in_threads=True)):
+        phase = Phase(what, is_repeated, in_threads=True, stage=stage)
+        with self.progress.enter(phase):
             self._wait_in_rounds(work, what, log, until_failure=until_failure)
+        completed = self.progress.completed
+        completed[phase.kind] = max(work.seconds, completed[phase.kind])
 
     def check_stop(self) -> None:
         """Stop on all ranks if one of them has received a signal. All ranks call it together.
@@ -249,7 +258,7 @@ def build_roll_call(
     ranks: Ranks,
     timeout_minutes: float,
     *,
-    hang_timeout: float | None = None,
+    hang_timeout: float | str | None = None,
     load_watchdog: Callable[[], Callable[..., RollCall] | None] = lambda: None,
 ) -> contextlib.AbstractContextManager[RollCall | None]:
     """Return a context that names the missing ranks when a collective fails within it.
@@ -263,7 +272,9 @@ def build_roll_call(
         load_watchdog: Returns what builds the roll call of a run with `--hang-timeout`, or None
             without it.
     """
-    if ranks.group is None and hang_timeout is None:
+    seconds = hang_timeout if isinstance(hang_timeout, float) else None
+    # A single process has nobody to compare itself with, so it needs a number.
+    if ranks.group is None and seconds is None:
         return contextlib.nullcontext()
     store: dist.Store
     if ranks.group is None:
@@ -272,11 +283,11 @@ def build_roll_call(
     else:
         # PyTorch has no public way to get the store of the default process group.
         store = dist.distributed_c10d._get_default_store()
-    limit = TimeLimit(timeout_minutes, hang_timeout)
-    build_watchdog = None if hang_timeout is None else load_watchdog()
+    limit = TimeLimit(timeout_minutes, seconds)
+    build_watchdog = None if hang_timeout in (None, "off") else load_watchdog()
     if build_watchdog is None:
         return RollCall(store, ranks.rank, ranks.names, limit)
     progress = ranks.progress
     return build_watchdog(
-        store, ranks.rank, ranks.names, limit, progress=progress, hang_timeout=hang_timeout
+        store, ranks.rank, ranks.names, limit, progress=progress, hang_timeout=seconds
     )

@@ -39,7 +39,7 @@ FINISHED = "roll_call/finished"
 BEAT_SECONDS = 1.0
 """The longest time between two looks at the store."""
 _NO_ANSWER = "does not answer: it hangs or has ended, or its host cannot be reached"
-_SHOWN = 8
+SHOWN = 8
 """Largest number of lines about ranks in a message."""
 
 
@@ -274,9 +274,9 @@ class RollCall:
     def _describe(self, found: "Found", error: BaseException) -> str:
         """Return the message of the rank that called first."""
         lines = [*self._list_missing(found), *self._list_left(found)] or self._list_locations(found)
-        more = len(lines) - _SHOWN
+        more = len(lines) - SHOWN
         if more > 0:
-            lines = [*lines[:_SHOWN], f"and {more} more"]
+            lines = [*lines[:SHOWN], f"and {more} more"]
         return (
             "the ranks cannot continue together:\n  "
             + "\n  ".join(lines)
@@ -371,7 +371,7 @@ def describe_places(places: Mapping[int, Sequence[str]], names: Sequence[str]) -
         names: The names of all ranks.
     """
     rare = find_rare(places, lambda rank: places[rank][0])
-    lines = [f"{names[rank]} is at {places[rank][1]}" for rank in rare[:_SHOWN]]
+    lines = [f"{names[rank]} is at {places[rank][1]}" for rank in rare[:SHOWN]]
     others = Counter(places[rank][1] for rank in places if rank not in rare)
     # Without a majority, this line has all ranks.
     for place, count in others.most_common():

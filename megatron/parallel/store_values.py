@@ -64,6 +64,15 @@ def parse_answer(data: bytes) -> dict[str, Any] | None:
     return None
 
 
+def parse_seconds(data: bytes) -> float:
+    """Return a number of seconds that a rank published, or 0 if the value is anything else."""
+    try:
+        seconds = float(data)
+    except ValueError:
+        return 0.0
+    return seconds if _is_time(seconds) else 0.0
+
+
 def parse_state(data: bytes) -> RankState | None:
     """Return the state that a rank published, or None if the value is anything else."""
     answer = parse_answer(data)
@@ -92,6 +101,11 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
+def _is_time(value: Any) -> bool:
+    # nan is less than nothing and not more.
+    return type(value) is float and value >= 0
+
+
 def _is_table(value: Any, check: Callable[[Any], bool]) -> bool:
     return isinstance(value, dict) and all(map(check, value.values()))
 
@@ -112,6 +126,8 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "waits": lambda value: isinstance(value, bool),
     "phase": _is_text,
     "sequence": _is_count,
+    "published": _is_time,
+    "limit": _is_time,
     "collectives": lambda value: _is_table(value, _is_last_collective),
     "recent": lambda value: _is_table(value, _is_recent),
     "collective": _is_text,

@@ -18,10 +18,6 @@ from megatron.config.kernels import FUSED_ATTENTION, SWITCHES, AttentionBackend,
 from megatron.config.tree import Config
 from megatron.model.layer_parts import get_activation
 from megatron.plan.run_plan import Plan
-from megatron.schedule.curriculum import Curriculum
-
-_LENGTHS = 8
-"""The number of sequence lengths of a curriculum that get graphs."""
 
 
 def find_graph_obstacle(plan: Plan) -> str | None:
@@ -35,6 +31,9 @@ def find_graph_obstacle(plan: Plan) -> str | None:
         "the stages of a pipeline send messages": plan.pipeline_size > 1,
         "several ranks share the weights, which FSDP2 gathers": plan.weight_ranks > 1,
         "each expert gets another number of tokens": config.model.num_experts is not None,
+        "gated delta nets were not recorded": (
+            config.model.experimental_attention_variant is not None
+        ),
         "the number of documents differs": config.data.reset_attention_mask,
         "--checkpoint-in-cpu copies to host memory": config.recompute.checkpoint_in_cpu,
     }
@@ -52,18 +51,6 @@ def find_default_obstacle(plan: Plan) -> str | None:
 def runs_eager_passes(config: Config) -> bool:
     """Return whether some iterations run backward passes that hooks watch, beside graphs."""
     return bool(config.parallel.replay_interval or config.logging.log_layer_stats_interval)
-
-
-def find_shortest_recorded(curriculum: Curriculum | None, first: int, last: int) -> int:
-    """Return the shortest sequence length that gets graphs, of iterations `first` to `last`.
-
-    A recording costs about a step. A curriculum may have hundreds of lengths, and most tokens are
-    in the longest samples.
-    """
-    if curriculum is None:
-        return 0
-    lengths = sorted({length for _, length in curriculum.iterate_stages(first, last)})
-    return lengths[-_LENGTHS:][0]
 
 
 CPU = "cpu"

@@ -14,7 +14,7 @@ from megatron.engine.base import StepOutcome, StepResult, UpdateSettings
 from megatron.model.flops import count_forward_flops_per_token
 from megatron.observe.log_line import format_skipped_range_line, format_training_complete_line
 from megatron.observe.timers import DATA_WAIT, SAVE
-from megatron.parallel.rank_progress import Phase
+from megatron.parallel.rank_progress import TRAINING, Phase
 from megatron.plan.run_plan import Plan
 from megatron.run.evaluate import (
     evaluate_tasks,
@@ -133,7 +133,9 @@ def train_until_stop(run: Run) -> StopReason:
     while run.stop == StopReason.NONE and not is_finished(plan, state):
         before = state.iteration
         run.mesh.progress.iteration = before + 1
-        run.mesh.progress.begin_step("training iteration", before + 1)
+        batch_size = plan.batch_size.get_size(state.consumed_samples, state.consumed_tokens)
+        tokens = batch_size * plan.get_seq_length(before + 1)
+        run.mesh.progress.begin_step(TRAINING, before + 1, tokens)
         # A skipped range counts as one step of the loop, but passes several iterations. Everything
         # below that is due at an interval is therefore given `before` as well.
         skipped = find_range(plan.skip_ranges, state.iteration + 1)
@@ -147,7 +149,8 @@ def train_until_stop(run: Run) -> StopReason:
             return StopReason.SIGNAL
         announce_phase(run)
         if skipped is not None:
-            with run.step_clock.pause():
+            phase = Phase("the skip of iterations")
+            with run.step_clock.pause(), run.mesh.progress.enter(phase):
                 skip_range(run, skipped)
         else:
             with run.profiling.record(before + 1):
@@ -375,7 +378,8 @@ def train_iteration(run: Run) -> None:
         )
 
     if is_due(plan.config.parallel.replay_interval, state.iteration, iteration):
-        with run.step_clock.pause(), run.timers.pause():
+        phase = Phase("the replay of a microbatch")
+        with run.step_clock.pause(), run.timers.pause(), run.mesh.progress.enter(phase):
             run.replay.check(microbatches, iteration)
     with_statistics = is_due(
         plan.config.logging.log_layer_stats_interval, state.iteration, iteration
@@ -419,6 +423,8 @@ def read_step(run: Run, step: QueuedStep) -> None:
     plan = run.plan
     state = run.state
     result = step.read()
+    # What follows may write files, which takes longer than a part of the step.
+    run.mesh.progress.begin_part("")
     run.queued = None
     run.exits.count_votes(result.votes, step.iteration)
     count_step(plan, state, result, step.batch_size, step.seq_length)
@@ -544,9 +550,11 @@ def check_invariants(run: Run) -> None:
     if not parallel.check_invariants_interval or run.checked_at == iteration:
         return
     repair = parallel.sync_tp_duplicated_parameters
-    for line in run.engine.check_invariants(
-        repair=repair, iteration=iteration, last_good=run.checked_at
-    ):
+    with run.mesh.progress.enter(Phase("the comparison of replicas")):
+        lines = run.engine.check_invariants(
+            repair=repair, iteration=iteration, last_good=run.checked_at
+        )
+    for line in lines:
         run.reporter.log(
             "warning: overwritten with the first rank's replica after iteration "
             f"{iteration}: {line}"

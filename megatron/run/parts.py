@@ -274,7 +274,7 @@ class Parts:
             (logging.profile_iterations, "profile-iterations", "watch.profiler"),
             (logging.memory_snapshot, "memory-snapshot", "watch.profiler"),
             (config.batch.eval_tasks, "eval-tasks", "inference.scoring"),
-            (parallel.hang_timeout, "hang-timeout", "watch.watchdog"),
+            (parallel.hang_seconds, "hang-timeout", "watch.watchdog"),
             (compares, "straggler-interval", "watch.stragglers"),
             (parallel.replay_interval, "replay-interval", "watch.replay"),
             (logging.tracker, "tracker", "watch.trackers"),

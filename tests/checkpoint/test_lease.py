@@ -40,6 +40,21 @@ def test_lease_without_hard_links(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_only_the_holder_of_a_lease_may_confirm_it(tmp_path: Path) -> None:
+    lease = Lease.acquire(tmp_path, ignore)
+    lease.confirm()
+    record = json.loads((tmp_path / FILE).read_text())
+    # An operator may remove the file.
+    (tmp_path / FILE).unlink()
+    lease.confirm()
+    assert json.loads((tmp_path / FILE).read_text()) == record
+    (tmp_path / FILE).write_text(json.dumps(record | {"token": "another"}))
+    with pytest.raises(CheckpointError, match="was taken over by"):
+        lease.confirm()
+    lease.release()
+    assert (tmp_path / FILE).exists()
+
+
 @pytest.mark.usefixtures("_no_hard_links")
 def test_lease_of_a_faster_run_is_put_back_without_hard_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -248,6 +248,11 @@ def test_start_is_found_or_refused(tmp_path: Path) -> None:
     save(tmp_path)
     start = find_start(CheckpointConfig(load=str(tmp_path)))
     assert start.iteration == 3
+    # An attempt to load a checkpoint has shown damage, although its files have their sizes.
+    start = find_start(CheckpointConfig(load=str(tmp_path)), {5: "not finite"})
+    assert (start.iteration, start.damaged) == (3, ((5, "not finite"),))
+    with pytest.raises(CheckpointError, match="no checkpoint to resume from:\n  not finite\n"):
+        find_start(CheckpointConfig(load=str(tmp_path)), {3: "not finite"})
 
 
 @pytest.mark.parametrize(

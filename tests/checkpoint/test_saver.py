@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.base.errors import CheckpointError
+from megatron.checkpoint import stages
 from megatron.checkpoint.folder import list_saved_iterations, read_pointed_iteration
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.save import CheckpointContents, Saver
@@ -68,6 +69,21 @@ def test_second_save_waits_for_the_first_and_reports_it(tmp_path: Path) -> None:
     saver.complete()
     assert list_saved_iterations(tmp_path) == [1, 2]
     assert any("the save of iteration 1 is still in progress" in line for line in messages)
+
+
+def test_a_save_that_does_not_fit_is_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = torch.ones(2000, 1000)
+    free = 4 * tensor.numel() + stages.SMALL_FILES - 1
+    monkeypatch.setattr(stages, "free_bytes", lambda root: free)
+    messages: list[str] = []
+    saver = Saver(tmp_path, CheckpointConfig(), log=messages.append)
+    saver.begin(CheckpointContents(1, None, {}, ""), [make_shard(tensor)])
+    saver.complete()
+    assert "the checkpoint needs 8.00 MB" in messages[0]
+    assert "make room" in messages[0]
+    assert not list(tmp_path.glob("global_step1*"))
 
 
 def test_saves_are_due_at_intervals_and_named_iterations() -> None:

@@ -32,6 +32,10 @@ COMPLETEP: dict[str, object] = {
     "base_width": 8,
     "base_depth": 1,
 }
+HYBRID: dict[str, object] = {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": "2",
+}
 ON_A_STORE: dict[str, object] = {"save": "s3://bucket/run", "local_dir": "local"}
 FAILURES: list[tuple[dict[str, object], str]] = [
     ({"save": "s3://bucket/run"}, "needs --local-dir, a folder of each host"),
@@ -213,6 +217,22 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     (
         {"softmax_type": "learnable", "deepspeed": True},
         "--softmax-type learnable was not compared with the DeepSpeed engine",
+    ),
+    (
+        {**HYBRID, "linear_attention_freq": None},
+        "--experimental-attention-variant gated_delta_net needs --linear-attention-freq, as",
+    ),
+    ({**HYBRID, "linear_attention_freq": "1"}, "--linear-attention-freq 1 leaves no layer with"),
+    ({**HYBRID, "linear_attention_freq": "[1]*9"}, "'[1]*9' is not a list for"),
+    (
+        {**HYBRID, "linear_num_value_heads": 24},
+        "--linear-num-value-heads 24 must be a multiple of --linear-num-key-heads 16; use 32.",
+    ),
+    ({**HYBRID, **COMPLETEP}, "--parametrization completep was not compared with --experimental"),
+    ({**HYBRID, "use_torch_compile": True}, "--use-torch-compile was not compared with"),
+    (
+        {**HYBRID, "fp8_format": "e4m3", "fp8_recipe": "rowwise", "bf16": True},
+        "--fp8-format e4m3 was not compared with",
     ),
     ({"base_width": 0}, "--base-width 0 must be at least 1"),
     ({"qk_norm": "full"}, "--qk-norm full needs --normalization RMSNorm, not LayerNorm"),
@@ -507,6 +527,11 @@ FAILURES: list[tuple[dict[str, object], str]] = [
 ]
 
 UNUSUAL: list[tuple[dict[str, object], str]] = [
+    (HYBRID, "without --reset-attention-mask the state runs over the whole sample"),
+    (
+        {"linear_key_head_dim": 96},
+        "--linear-key-head-dim 96 has no effect without --experimental-attention-variant.",
+    ),
     (
         {"rope_fusion": True},
         "--rope-fusion has no effect without --position-embedding-type rotary.",

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.base.errors import ConfigError
+from megatron.extras.interop.convert.tensors import divide_by_size
 from megatron.extras.interop.convert.writing import write_folder
 
 
@@ -60,3 +61,9 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     os.symlink(tmp_path / "nowhere", tmp_path / "dangling")
     with pytest.raises(ConfigError, match="exists"), write_folder(tmp_path / "dangling"):
         pytest.fail("the name is taken")
+
+
+def test_files_have_at_most_the_bytes_that_are_given() -> None:
+    sizes = {"a": 3, "b": 4, "c": 1, "d": 8, "e": 2, "f": 6}
+    assert list(divide_by_size(sizes.items(), 7)) == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
+    assert list(divide_by_size(sizes.items(), 8)) == [["a", "b", "c"], ["d"], ["e", "f"]]

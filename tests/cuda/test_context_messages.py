@@ -8,6 +8,8 @@ import pytest
 from cuda.conftest import Call
 from cuda.fake_ranks import Case, run_case
 
+from megatron.parallel.context import list_parts, reads_neighbours
+
 H, S, B, LAYERS, MICROBATCHES, WIDTH = 64, 32, 2, 2, 2, 2
 CALLS = LAYERS * MICROBATCHES
 KEYS = 2 * S * B * H * WIDTH
@@ -45,3 +47,18 @@ def test_messages_of_a_shared_sequence(name: str, on_fake_gpu: Call) -> None:
             assert (message.group, message.ranks, message.dtype) == ("context", 4, "bfloat16")
             found.setdefault(message.kind, {})[message.size] = count
     assert found == expected
+
+
+def list_read_keys(rank: int, size: int, length: int, window: int) -> set[int]:
+    """Return the keys that the queries of a rank read."""
+    queries = [query for part in list_parts(rank, size, length) for query in part]
+    return {key for query in queries for key in range(max(0, query - window + 1), query + 1)}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_neighbours_are_read_if_no_rank_reads_all_keys(size: int) -> None:
+    length = 8 * size
+    for window in range(1, length + 1):
+        most = max(len(list_read_keys(rank, size, length, window)) for rank in range(size))
+        assert reads_neighbours(size, length, window) == (most < length)
+    assert not reads_neighbours(size, length, None)

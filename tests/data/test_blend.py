@@ -49,6 +49,7 @@ def test_more_than_256_data_sets_use_int32(tmp_path):
 def test_shares_of_named_data_sets_add_up_to_one():
     data = DataConfig(data_path=("root",), datasets="web, code,books", weights="3,1,4")
     assert parse_shares(data) == {"web": 0.375, "code": 0.125, "books": 0.5}
+    assert parse_shares(DataConfig(data_path=("root",), datasets="a,b")) == {"a": 0.5, "b": 0.5}
 
 
 @pytest.mark.parametrize(

@@ -195,8 +195,9 @@ def test_the_writer_refuses_what_the_format_cannot_hold(tmp_path):
     with pytest.raises(DataError, match="cannot be stored as float32"):
         IndexedDatasetWriter(tmp_path / "x", np.float32)
     writer = IndexedDatasetWriter(tmp_path / "x", np.uint16)
-    with pytest.raises(DataError, match="-1 to 70000 do not fit uint16"):
-        writer.add_document([-1, 70000])
+    for low, high in ((-1, 70000), (-1, 65535), (0, 65536)):
+        with pytest.raises(DataError, match=f"{low} to {high} do not fit uint16"):
+            writer.add_document([low, high])
     # The second size makes the sum 0. Otherwise this test would need 4 GiB of tokens.
     with pytest.raises(DataError, match=f"a sequence of {2**31} tokens is longer"):
         writer.add_documents(np.zeros(0, np.uint16), [2**31, -(2**31)])

@@ -283,6 +283,9 @@ def test_data_are_opened_only_if_samples_are_requested(build):
     assert sources.train is None
     assert sources.valid == {}
     assert sources.test == {}
+    sources = build(train_samples=0, valid_samples=1)
+    assert list(sources.valid) == ["validation"]
+    assert sources.test == {}
 
 
 def test_missing_training_data_are_an_error_and_missing_validation_data_a_note(build):

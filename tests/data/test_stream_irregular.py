@@ -77,6 +77,14 @@ def test_links_pipes_and_names(tmp_path: Path) -> None:
     assert "dcff" in str(raised.value).encode().decode()
 
 
+def test_hidden_and_unfinished_files_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / ".cache").mkdir()
+    for number, name in enumerate(("a", "_b", ".c", "below/d", "below/_e", ".cache/f")):
+        write_rows(tmp_path / f"{name}.jsonl", "t", [[number]])
+    assert read_all(list_dataset(str(tmp_path), "jsonl", "t", None)) == [[0], [3]]
+
+
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 def test_ids_that_no_vocabulary_has(tmp_path: Path, suffix: str) -> None:
     def write(ids: list[int], kind: pa.DataType) -> None:
@@ -92,6 +100,11 @@ def test_ids_that_no_vocabulary_has(tmp_path: Path, suffix: str) -> None:
         dataset = StreamedDataset("d", listing, (0, 1), 1, 1, Specials(), None, vocab_size)
         return ShardReader(dataset, 0, Cursor()).read_sample(1).tokens.tolist()
 
+    write([1, 9], pa.int64())
+    assert read(10) == [1, 9]
+    write([1, 10], pa.int64())
+    with pytest.raises(DataError, match="token id 10"):
+        read(10)
     write([1, -5], pa.int64())
     with pytest.raises(DataError, match="token id -5"):
         read(10)

@@ -194,6 +194,8 @@ def test_one_bit_is_found_and_named(
 def test_a_repaired_run_equals_an_undisturbed_run(
     flags: str, ranks: int, who: int, what: Disturbance, runs: Runs
 ) -> None:
+    # Two iterations before the repair, and two after it.
+    flags = f"{flags} --train-iters 4"
     output = succeed(runs("clean", flags, ranks))
     assert "overwritten with the first rank" not in output
     output = succeed(runs("repaired", f"{flags} {REPAIR}", ranks, at=2, who=who, what=what))
@@ -201,6 +203,7 @@ def test_a_repaired_run_equals_an_undisturbed_run(
         output.count("warning: overwritten with the first rank's replica after iteration 2: ") == 1
     )
     assert output.count("overwritten with the first rank") == 1
+    assert len(runs.losses("clean")) == 4
     assert runs.losses("repaired") == runs.losses("clean")
 
 

@@ -77,6 +77,7 @@ def train_around_a_rejected_step(argv: list[str]) -> dict[str, Any]:
         "changed": not all(map(torch.equal, after[0], last[0])),
         "asked": asked,
         "losses": [result.loss for result in results],
+        "norms": [result.grad_norm for result in results],
         "outcomes": [result.outcome.name for result in results],
     }
 
@@ -106,4 +107,8 @@ def test_rejected_step_changes_nothing(
         assert found["asked"] == outcomes[0].value["asked"]
     assert any(outcome.value["changed"] for outcome in outcomes)
     has_norm = "deepspeed" not in layout
-    assert all((norm is not None) == has_norm for _, norm in outcomes[0].value["asked"])
+    norms = [norm for _, norm in outcomes[0].value["asked"]]
+    if has_norm:
+        assert norms == pytest.approx(outcomes[0].value["norms"], rel=1e-6)
+    else:
+        assert norms == [None] * 3

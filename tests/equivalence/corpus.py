@@ -38,9 +38,9 @@ VARIATIONS = {
 }
 """Flags that change the batch size or the sequence length within the 10 iterations."""
 SHORT_VARIATIONS = {
-    # Batch sizes 4 4 8 12.
-    "short ramp": "--rampup-batch-size 4 4 16 --global-batch-size 12 --train-samples 28 "
-    "--lr-decay-samples 56 --lr-warmup-samples 4",
+    # Batch sizes 4 4 8 8.
+    "short ramp": "--rampup-batch-size 4 4 8 --global-batch-size 8 --train-samples 24 "
+    "--lr-decay-samples 48 --lr-warmup-samples 4",
     # Two iterations of 32 tokens, two of 64.
     "short curriculum": "--curriculum-schedule-type fixed_discrete --curriculum-difficulties 32 64 "
     "--curriculum-max-steps 2 --global-batch-size 8 --train-iters 4 --train-tokens 1000000 "
@@ -112,6 +112,12 @@ def command(folder: Path, data: str, shape: str, variation: str, *flags: str) ->
         "--data-cache-path",
         str(folder / "cache"),
     ]
+
+
+def load_from(argv: list[str], folder: Path, iteration: int) -> list[str]:
+    """Return a command line that continues another run from one of its checkpoints."""
+    at = argv.index("--load") + 1
+    return [*argv[:at], str(folder), *argv[at + 1 :], "--load-iteration", str(iteration)]
 
 
 def write_sentences(corpus: str, folder: Path) -> str:

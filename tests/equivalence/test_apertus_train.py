@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from config.minimal import replace_values
-from equivalence.corpus import curve
+from equivalence.corpus import curve, load_from
 from equivalence.test_published_runs_train import write_hf_tokenizer
 from process_pool import Outcome, ProcessPool, pretrain, succeed
 from tiny_corpus import EOD, REFERENCE_PREFIX
@@ -100,24 +100,21 @@ def write_short_documents(folder: Path, length: int) -> str:
 
 @pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.full)])
 def test_apertus_trains_saves_and_resumes(ranks: int, pool: ProcessPool, tmp_path: Path) -> None:
-    if ranks == 8:
-        changed = {"--micro-batch-size": ["1"]}
-    else:
-        changed = {}
+    changed = {"--micro-batch-size": ["1"]} if ranks == 8 else {}
 
     def arguments(name: str) -> list[str]:
         return replace_values(tiny_arguments(tmp_path / name, tmp_path), changed)
 
     output = succeed(pool.run(ranks, pretrain, arguments("whole")))
     assert "training is complete at iteration 10" in output
-    interrupted = arguments("interrupted")
-    succeed(pool.run(ranks, pretrain, [*interrupted, "--exit-interval", "7"]))
-    assert "at iteration 7" in succeed(pool.run(ranks, pretrain, interrupted))
-    losses = curve(tmp_path / "whole" / "checkpoints")
-    assert curve(tmp_path / "interrupted" / "checkpoints") == losses
+    whole = tmp_path / "whole" / "checkpoints"
+    losses = curve(whole)
     assert len(losses) == STEPS
     assert losses[-1][0] < losses[0][0] - 0.3
-    assert (tmp_path / "interrupted" / "checkpoints" / "global_step10").is_dir()
+    resumed = succeed(pool.run(ranks, pretrain, load_from(arguments("rest"), whole, 5)))
+    assert "at iteration 5" in resumed
+    assert curve(tmp_path / "rest" / "checkpoints") == losses[5:]
+    assert (tmp_path / "rest" / "checkpoints" / "global_step10").is_dir()
 
 
 # ---- The effect of each flag ----

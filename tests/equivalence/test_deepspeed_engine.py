@@ -18,6 +18,7 @@ from equivalence.corpus import (
     command,
     count_iterations,
     curve,
+    load_from,
     of_suite,
     validation,
     worst,
@@ -233,22 +234,14 @@ def test_a_resumed_run_is_bit_identical(
 ) -> None:
     ranks, flags = LAYOUTS[name]
     variation = of_suite("ramp")
-    first = f"--exit-interval {count_iterations(variation) // 2}"
-    for folder, legs in (("uninterrupted", [""]), ("resumed", [first, "--require-load"])):
-        for leg in legs:
-            argv = command(
-                tmp_path / folder,
-                corpus,
-                "gpt2",
-                variation,
-                NO_DROPOUT,
-                flags,
-                more,
-                "--deepspeed",
-                leg,
-            )
-            succeed(pool.run(ranks, pretrain, argv))
-    assert curve(tmp_path / "resumed") == curve(tmp_path / "uninterrupted")
+    half = count_iterations(variation) // 2
+    shared = corpus, "gpt2", variation, NO_DROPOUT, flags, more, "--deepspeed"
+    whole = tmp_path / "whole"
+    argv = command(whole, *shared, f"--save-interval {half}")
+    succeed(pool.run(ranks, pretrain, argv))
+    argv = command(tmp_path / "rest", *shared)
+    succeed(pool.run(ranks, pretrain, load_from(argv, whole, half)))
+    assert curve(tmp_path / "rest") == curve(whole)[half:]
 
 
 @pytest.mark.parametrize(
@@ -346,7 +339,7 @@ def test_the_table_names_deepspeed_and_the_log_is_clean(
         corpus,
         "gpt2",
         "ramp",
-        f"--micro-batch-size 2 --deepspeed --deepspeed_config {path}",
+        f"--micro-batch-size 2 --deepspeed --deepspeed_config {path} --exit-interval 2",
     )
     output = succeed(pool.run(2, pretrain, argv))
     assert "DeepSpeedEngine, DeepSpeedZeroOptimizer" in output

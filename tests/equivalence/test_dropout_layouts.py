@@ -3,6 +3,7 @@
 `test_layouts.py` compares layouts with dropout with one process.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from equivalence.corpus import (
     command,
     count_iterations,
     curve,
+    load_from,
     of_suite,
     worst,
 )
@@ -39,20 +41,42 @@ INTERLEAVED = Layout(
 UNPIPELINED = Layout(2, 1, 2, 1, sequence=False, shape="bloom")
 
 
+Trained = Callable[[Layout], Path]
+
+
+def arguments(folder: Path, corpus: str, layout: Layout, *flags: str) -> list[str]:
+    further = layout.flags, "--check-invariants-interval 0", *flags
+    return command(folder, corpus, layout.shape, layout.variation, *further)
+
+
 def train(
     pool: ProcessPool, corpus: str, folder: Path, layout: Layout, *flags: str
 ) -> list[tuple[float, float]]:
-    argv = command(
-        folder,
-        corpus,
-        layout.shape,
-        layout.variation,
-        layout.flags,
-        "--check-invariants-interval 0",
-        *flags,
-    )
-    succeed(pool.run(layout.ranks, pretrain, argv))
+    succeed(pool.run(layout.ranks, pretrain, arguments(folder, corpus, layout, *flags)))
     return curve(folder)
+
+
+@pytest.fixture(scope="module")
+def trained(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Return a function that trains a layout once, and returns the folder.
+
+    It has a checkpoint after half of its iterations.
+    """
+    folders: dict[Layout, Path] = {}
+
+    def run(layout: Layout) -> Path:
+        if layout not in folders:
+            folders[layout] = tmp_path_factory.mktemp("trained")
+            half = count_iterations(layout.variation) // 2
+            train(pool, corpus, folders[layout], layout, f"--save-interval {half}")
+        return folders[layout]
+
+    return run
+
+
+def shorten(layout: Layout) -> Layout:
+    """Return a layout with the variation of this suite."""
+    return replace(layout, variation=of_suite(layout.variation))
 
 
 def suite(layout: Layout, full: bool) -> object:
@@ -72,15 +96,17 @@ def suite(layout: Layout, full: bool) -> object:
     ],
 )
 def test_dropout_is_reproducible(
-    layout: Layout, pool: ProcessPool, corpus: str, tmp_path: Path
+    layout: Layout, pool: ProcessPool, corpus: str, trained: Trained, tmp_path: Path
 ) -> None:
     """A resumed run is bit-identical to an uninterrupted run of the same layout."""
-    layout = replace(layout, variation=of_suite(layout.variation))
+    layout = shorten(layout)
     iterations = count_iterations(layout.variation)
-    once = train(pool, corpus, tmp_path / "once", layout)
-    train(pool, corpus, tmp_path / "halves", layout, f"--exit-interval {iterations // 2}")
-    assert train(pool, corpus, tmp_path / "halves", layout, "--require-load") == once
+    half = iterations // 2
+    argv = load_from(arguments(tmp_path, corpus, layout), trained(layout), half)
+    succeed(pool.run(layout.ranks, pretrain, argv))
+    once = curve(trained(layout))
     assert len(once) == iterations
+    assert curve(tmp_path) == once[half:]
 
 
 @pytest.mark.parametrize(
@@ -102,22 +128,20 @@ def test_dropout_is_reproducible(
     + [pytest.param(UNPIPELINED, "partitioned")],
 )
 def test_recomputation_changes_no_bit(
-    layout: Layout, recompute: str, pool: ProcessPool, corpus: str, tmp_path: Path
+    layout: Layout,
+    recompute: str,
+    pool: ProcessPool,
+    corpus: str,
+    trained: Trained,
+    tmp_path: Path,
 ) -> None:
     """Some iterations are bit-identical, in which the batch size or the length changes."""
-    layout = replace(layout, variation=of_suite(layout.variation))
+    layout = shorten(layout)
     iterations = by_suite(4, 6)
-    exit_interval = f"--exit-interval {iterations}"
-    expected = train(pool, corpus, tmp_path / "kept", layout, exit_interval)
-    recomputed = train(
-        pool,
-        corpus,
-        tmp_path / "recomputed",
-        replace(layout, recompute=recompute),
-        exit_interval,
-    )
-    assert recomputed == expected
-    assert len(expected) == iterations
+    flags = f"--exit-interval {iterations}"
+    recomputed = train(pool, corpus, tmp_path, replace(layout, recompute=recompute), flags)
+    assert len(recomputed) == iterations
+    assert recomputed == curve(trained(layout))[:iterations]
 
 
 @pytest.mark.full
@@ -139,7 +163,9 @@ def test_masks_do_not_depend_on_the_layout(
     assert worst(train(pool, corpus, tmp_path, layout, DROPOUT, EVALUATED), alone) < BOUND
 
 
-def test_dropout_changes_the_curve(pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
-    with_it = train(pool, corpus, tmp_path / "with", ONE, "--exit-interval 3")
-    without = train(pool, corpus, tmp_path / "without", ONE, "--exit-interval 3", NO_DROPOUT)
-    assert worst(with_it, without) > 1e-3
+def test_dropout_changes_the_curve(
+    pool: ProcessPool, corpus: str, trained: Trained, tmp_path: Path
+) -> None:
+    layout = shorten(ONE)
+    without = train(pool, corpus, tmp_path, layout, "--exit-interval 3", NO_DROPOUT)
+    assert worst(curve(trained(layout))[:3], without) > 1e-3

@@ -1,7 +1,7 @@
 """Tests that experts on several ranks equal one process.
 
-Compared are loss, norm, the loads of all experts, the auxiliary losses and the entropy of each of
-10 steps, the gradient of each parameter, an evaluation and likelihoods. The loads are integers, so
+Compared are loss, norm, the loads of all experts, the auxiliary losses and the entropy of each
+step, the gradient of each parameter, an evaluation and likelihoods. The loads are integers, so
 one token with another expert is found.
 """
 
@@ -22,6 +22,7 @@ from equivalence.test_context_layouts import (
     train_cases,
 )
 from process_pool import ProcessPool, succeed
+from suites import by_suite
 
 from megatron.config.loss import LossConfig
 
@@ -36,8 +37,8 @@ LLAMA = (
     "--position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu "
     "--ffn-hidden-size 64 --moe-ffn-hidden-size 20 --num-query-groups 4 --no-add-bias-linear"
 )
-# Batch sizes from 4 to 12.
-RAMP = "--rampup-batch-size 4 4 24 --global-batch-size 12 --train-samples 88"
+# Batch sizes from 4 to 12. Two batches of the short suite have 4 samples, and one has 8.
+RAMP = f"--rampup-batch-size 4 4 {by_suite(16, 24)} --global-batch-size 12 --train-samples 88"
 MODELS = {
     # All layers have experts with biases, and widths that no kernel takes.
     # Attention has none: the gradient of a key's bias is rounding, and Adam makes steps of it.

@@ -11,6 +11,7 @@ from equivalence.corpus import (
     command,
     count_iterations,
     curve,
+    load_from,
     of_suite,
     validation,
     worst,
@@ -64,15 +65,15 @@ def test_a_resume_in_one_layout_is_equal_bit_by_bit(
     half = iterations // 2
     layout = f"--num-layers 3 --micro-batch-size 1 --save-interval {half} {EXPERTS} {EP} 2 --bf16"
 
-    def make_argv(name: str, flags: str = "") -> list[str]:
-        text = f"{layout} {flags} {NO_DROPOUT} {EVALUATED}"
+    def make_argv(name: str) -> list[str]:
+        text = f"{layout} {NO_DROPOUT} {EVALUATED}"
         return command(tmp_path / name, corpus, "llama", variation, text)
 
     succeed(pool.run(2, pretrain, make_argv("once")))
-    succeed(pool.run(2, pretrain, make_argv("parts", f"--exit-interval {half}")))
-    succeed(pool.run(2, pretrain, make_argv("parts", "--require-load")))
-    assert len(curve(tmp_path / "parts")) == iterations
-    assert curve(tmp_path / "parts") == curve(tmp_path / "once")
+    resumed = load_from(make_argv("rest"), tmp_path / "once", half)
+    succeed(pool.run(2, pretrain, resumed))
+    assert len(curve(tmp_path / "once")) == iterations
+    assert curve(tmp_path / "rest") == curve(tmp_path / "once")[half:]
 
 
 def overflow(argv: list[str]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ FLIPPED = 1e-5
 # In a replay, errors of sums do not grow.
 REPLAYED_BOUND = 1e-6
 VALUE_BOUND = 2e-6
-STEPS = by_suite(4, 10)
+STEPS = by_suite(2, 10)
 RATE = 1e-5
 # The model is small, because each rounded value is a chance of a flip.
 #

@@ -11,6 +11,7 @@ from equivalence.corpus import (
     command,
     count_iterations,
     curve,
+    load_from,
     of_suite,
     worst,
 )
@@ -73,9 +74,9 @@ def resume(pool: ProcessPool, corpus: str, saved: Saved, tmp_path: Path) -> Call
 
     def run(optimizer: str, before: str, after: str, flags: str = "") -> Outcome:
         layout = LAYOUTS.get(after, ONE)
-        argv = arguments(tmp_path, corpus, optimizer, layout, f"--load-iteration {HALF}", flags)
-        argv[argv.index("--load") + 1] = str(saved(optimizer, before))
-        return pool.run(4 if after else 1, pretrain, argv)[0]
+        argv = arguments(tmp_path, corpus, optimizer, layout, flags)
+        resumed = load_from(argv, saved(optimizer, before), HALF)
+        return pool.run(4 if after else 1, pretrain, resumed)[0]
 
     return run
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from config.minimal import PUBLISHED_RUNS, published_arguments, replace_values
-from equivalence.corpus import curve
+from equivalence.corpus import curve, load_from
 from process_pool import ProcessPool, pretrain, succeed
 from suites import by_suite
 
@@ -28,18 +28,18 @@ SIZES = {
     "--num-attention-heads": ["4"],
     "--seq-length": ["32"],
     "--max-position-embeddings": ["32"],
-    # 4 batches of 4 samples, 2 of 8, then of 12. In the short suite one of 4, one of 8, two of 12.
+    # 4 batches of 4 samples, 2 of 8, then of 12. In the short suite two of 4, and two of 8.
     "--rampup-batch-size": ["4", "4", by_suite("8", "24")],
-    "--global-batch-size": ["12"],
-    "--train-samples": [by_suite("36", "96")],
-    "--lr-decay-samples": [by_suite("34", "90")],
+    "--global-batch-size": [by_suite("8", "12")],
+    "--train-samples": [by_suite("24", "96")],
+    "--lr-decay-samples": [by_suite("22", "90")],
     "--lr-warmup-samples": [by_suite("4", "8")],
     "--lr": ["1e-2"],  # for a model of this width
-    "--save-interval": ["5"],
+    "--save-interval": [by_suite("2", "5")],
     "--log-interval": ["1"],
     "--pad-vocab-size-to": ["5120"],
 }
-STEPS, INTERRUPTED = by_suite((4, 2), (10, 7))
+STEPS, SAVED = by_suite((4, 2), (10, 5))
 BACKEND = {"--distributed-backend": ["gloo"]}
 
 
@@ -114,17 +114,15 @@ def test_a_published_command_line_trains_saves_and_resumes(
 ) -> None:
     if run == "tr11-176B-ml":
         pytest.importorskip("transformers", reason="transformers is not installed")
-    output = succeed(
-        pool.run(8, pretrain, arguments(run, stages, tmp_path / "uninterrupted", tmp_path))
-    )
+    whole = tmp_path / "whole" / "checkpoints"
+    output = succeed(pool.run(8, pretrain, arguments(run, stages, whole.parent, tmp_path)))
     assert "PipelineEngine" in output
     assert "DeepSpeed" in output
-    interrupted = arguments(run, stages, tmp_path / "interrupted", tmp_path)
-    succeed(pool.run(8, pretrain, [*interrupted, "--exit-interval", str(INTERRUPTED)]))
-    resumed = succeed(pool.run(8, pretrain, interrupted))
-    assert f"at iteration {INTERRUPTED}" in resumed
-    losses = curve(tmp_path / "uninterrupted" / "checkpoints")
-    assert curve(tmp_path / "interrupted" / "checkpoints") == losses
+    losses = curve(whole)
     assert len(losses) == STEPS
     assert losses[-1][0] < losses[0][0] - by_suite(0.005, 0.02)
-    assert (tmp_path / "interrupted" / "checkpoints" / f"global_step{STEPS}").is_dir()
+    rest = tmp_path / "rest" / "checkpoints"
+    resumed = load_from(arguments(run, stages, rest.parent, tmp_path), whole, SAVED)
+    assert f"at iteration {SAVED}" in succeed(pool.run(8, pretrain, resumed))
+    assert curve(rest) == losses[SAVED:]
+    assert (rest / f"global_step{STEPS}").is_dir()

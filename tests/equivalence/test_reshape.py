@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence.corpus import NO_DROPOUT, command, count_iterations, curve, of_suite, worst
+from equivalence.corpus import (
+    NO_DROPOUT,
+    command,
+    count_iterations,
+    curve,
+    load_from,
+    of_suite,
+    worst,
+)
 from equivalence.layouts import STRATEGIES, Layout
 from process_pool import ProcessPool, pretrain, succeed
 from safetensors import safe_open
@@ -55,7 +63,7 @@ def saved(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFacto
     return run
 
 
-def arguments(folder: Path, corpus: str, layout: Layout, flags: str) -> list[str]:
+def arguments(folder: Path, corpus: str, layout: Layout, flags: str = "") -> list[str]:
     variation = of_suite(layout.variation)
     return command(folder, corpus, layout.shape, variation, NO_DROPOUT, layout.flags, flags)
 
@@ -155,10 +163,7 @@ def test_any_layout_loads_what_any_other_saved(
 ) -> None:
     source = saved(before)
     half = find_half(after)
-    argv = arguments(
-        tmp_path, corpus, after, f"--load-iteration {half} --metrics-file {tmp_path}/metrics.jsonl"
-    )
-    argv[argv.index("--load") + 1] = str(source)
+    argv = load_from(arguments(tmp_path, corpus, after), source, half)
     outcomes = pool.run(after.ranks, compare_after_load, argv, str(source / f"global_step{half}"))
     succeed(outcomes)
     for outcome in outcomes:
@@ -176,13 +181,8 @@ def test_without_the_optimizer_moments_and_step_are_zero(
     """The moments after one step are those of Adam's first step."""
     layout = LAYOUTS[4]
     half = find_half(layout)
-    argv = arguments(
-        tmp_path,
-        corpus,
-        layout,
-        f"--load-iteration {half} --no-load-optim --weight-decay 0 --exit-interval {half + 1}",
-    )
-    argv[argv.index("--load") + 1] = str(saved(LAYOUTS[0]))
+    flags = f"--no-load-optim --weight-decay 0 --exit-interval {half + 1}"
+    argv = load_from(arguments(tmp_path, corpus, layout, flags), saved(LAYOUTS[0]), half)
     succeed(pool.run(layout.ranks, pretrain, argv))
     before = read_global_tensors(saved(LAYOUTS[0]) / f"global_step{half}")
     after = read_global_tensors(tmp_path / f"global_step{half + 1}")

@@ -23,6 +23,8 @@ from megatron.run.exits import StopReason
 FULL = pytest.mark.full
 ROOT = Path(__file__).resolve().parents[2]
 HANG_SECONDS = 4.0
+CRASH_SECONDS = 5.0
+"""Time in which the others end after a rank was killed. They wait for its answer for 3 s."""
 LONG_FACTOR = 2.5
 GRID = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 2"
 FLAGS = f"{GRID} --hang-timeout {HANG_SECONDS:g} --train-iters 1000000"
@@ -140,8 +142,11 @@ def test_killed_rank_is_no_hang(new_job: NewJob) -> None:
     launch = job.launch()
     launch.wait_for_line("iteration        3/")
     launch.kill([1])
+    start = time.monotonic()
     launch.wait_for(lambda: not launch.running(), "the end")
+    seconds = time.monotonic() - start
     output = launch.all_output()
+    assert seconds < CRASH_SECONDS, f"{seconds:.1f} s\n{output}"
     found = re.search(VERDICT, output)
     assert found is not None
     assert found[1].startswith("rank 1 on ")

@@ -45,6 +45,7 @@ def attention(magnitude: float, dropout: float = 0.0) -> SelfAttention:
         add_bias_linear=False,
     )
     module = build(config).get_blocks()[0].attention
+    assert isinstance(module, SelfAttention)
     first = torch.diag(torch.tensor([magnitude] + [1.0] * (WIDTH - 1)))
     head = torch.cat((first, first, torch.eye(WIDTH)))
     module.qkv.weight.data.copy_(torch.block_diag(*[head] * HEADS))

@@ -44,6 +44,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "softmax_type": "learnable",
     },
     "bloom": {"position_embedding_type": "alibi", "embed_layernorm": True},
+    "hybrid": {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": "2",
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
 }
 DISTRIBUTIONS = {
     Init.TABLE: "N(0, sigma)",
@@ -54,10 +60,14 @@ DISTRIBUTIONS = {
     Init.ZERO: "0",
     Init.XIELU_P: "log(exp(0.8) - 1)",
     Init.XIELU_N: "log(exp(0.3) - 1)",
+    Init.CONVOLUTION: "U(-1, 1) / sqrt(kernel)",
+    Init.DECAY_RATE: "log U(0.01, 16)",
+    Init.TIME_STEP: "1 or log(exp(10^U(-3,-1))-1)",
 }
 
 CONSTANTS = {
     Init.ONE: 1.0,
+    Init.TIME_STEP: 1.0,
     Init.ZERO: 0.0,
     Init.XIELU_P: math.log(math.exp(0.8) - 1),
     Init.XIELU_N: math.log(math.exp(0.3) - 1),
@@ -139,6 +149,11 @@ def test_values_have_the_distribution_of_the_kind(shape: str) -> None:
             normal = draw_normal_slice(7, name, specs[name].shape, (0, 0), tuple(real.shape))
             expected = torch.from_numpy(normal) * deviations[kind]
             torch.testing.assert_close(real, expected, rtol=1e-6, atol=0.0)
+        elif kind == Init.CONVOLUTION:
+            assert 0.45 < real.abs().max() <= 0.5
+            assert abs(float(real.mean())) < 0.02
+        elif kind == Init.DECAY_RATE:
+            assert bool(((real.exp() > 0.01) & (real.exp() < 16)).all())
         else:
             assert torch.equal(real, torch.full_like(real, CONSTANTS[kind]))
         assert not parameter[specs[name].shape[0] :].any()

@@ -4,6 +4,8 @@ import http.client
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from checkpoint.test_save_and_load import file_size_limit
@@ -60,6 +62,26 @@ def test_a_bucket_that_is_deleted_in_the_middle(
     with pytest.raises(CheckpointError, match=r"lease.json was deleted, perhaps with its bucket"):
         run.save(5)
     run.kill()
+
+
+def test_a_lease_is_renewed_at_most_once_in_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(store_lease, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    tags: list[str | None] = []
+
+    def write_if(key: str, body: bytes, tag: str | None) -> str:
+        tags.append(tag)
+        return f"tag {len(tags)}"
+
+    store: Any = SimpleNamespace(write_if=write_if, read_tagged=lambda key: None)
+    held = store_lease.StoreLease.acquire_both(tmp_path, store, 0, print)
+    for clock.now, writes in ((100.9, 1), (101.1, 2), (102.0, 2), (102.2, 3)):
+        held.confirm()
+        assert len(tags) == writes
+    held.release()
+    assert tags == [None, "tag 1", "tag 2", "tag 3"]
 
 
 @pytest.mark.parametrize("number", [45, pytest.param(10_000, marks=pytest.mark.full)])

@@ -342,7 +342,9 @@ def test_the_log_is_cut_after_the_last_line_of_the_iteration(
     part = tmp_path / "part"
     text = "\n".join([*kept, *gone]) + end
     path.write_text(text)
-    cut_out(path, part, find_log_cut(path, 8), TEMPORARY)
+    cut = find_log_cut(path, 8)
+    assert (cut.count, cut.total) == (len(gone), len(kept) + len(gone))
+    cut_out(path, part, cut, TEMPORARY)
     removed = ""
     if gone:
         removed = "\n".join(gone) + end

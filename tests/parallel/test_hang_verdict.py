@@ -1,5 +1,7 @@
 """Tests of the limits of phases, and of the comparison of the ranks after a hang."""
 
+import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,16 @@ from megatron.extras.watch.watchdog.watchdog import (
     Stopwatch,
     find_last_collectives,
 )
-from megatron.parallel.rank_progress import LONG_FACTOR, Phase, RankProgress, RankState, TimeLimit
+from megatron.parallel.rank_progress import (
+    FIRST_SECONDS,
+    LONG_FACTOR,
+    PHASE_SECONDS,
+    Phase,
+    RankProgress,
+    RankState,
+    TimeLimit,
+)
+from megatron.parallel.ranks import Ranks, Work
 
 LIMIT = 10.0
 TICK = 0.25
@@ -24,11 +35,16 @@ def make_state(
     return RankState(at=at, waits=other.pop("waits", True), phase=phase, sequence=7, **other)
 
 
+def exceeds_limit(stopwatch: Stopwatch, now: float) -> bool:
+    stopwatch.tick(now)
+    return stopwatch.seconds > stopwatch.limit
+
+
 def run_until_exceeded(stopwatch: Stopwatch, act: Callable[[int], None], seconds: float) -> float:
     """Return the time at which the limit is exceeded, or infinity."""
     for tick in range(int(seconds / TICK)):
         act(tick)
-        if stopwatch.exceeds_limit(tick * TICK):
+        if exceeds_limit(stopwatch, tick * TICK):
             return tick * TICK
     return float("inf")
 
@@ -83,9 +99,9 @@ def test_time_of_an_outer_phase_starts_again_after_an_inner_one() -> None:
     assert run_until_exceeded(stopwatch, ignore, LIMIT) == float("inf")
     with progress.enter(Phase("saving iteration 2")):
         assert progress.phase.factor == LONG_FACTOR
-        assert not stopwatch.exceeds_limit(LIMIT)
+        assert not exceeds_limit(stopwatch, LIMIT)
     assert progress.phase.name == "training iteration 2"
-    assert not stopwatch.exceeds_limit(LIMIT + TICK)
+    assert not exceeds_limit(stopwatch, LIMIT + TICK)
     assert stopwatch.seconds == 0
 
 
@@ -95,7 +111,7 @@ def test_time_in_which_the_process_was_suspended_does_not_count() -> None:
         progress.begin_step("training iteration", number)
     stopwatch = Stopwatch(progress, LIMIT, TICK)
     for now in (0.0, TICK, 3600.0, 3600.0 + TICK):
-        assert not stopwatch.exceeds_limit(now)
+        assert not exceeds_limit(stopwatch, now)
     assert stopwatch.seconds <= 2
 
 
@@ -208,3 +224,95 @@ def test_every_phase_ends_before_a_collective_times_out(
 
 def test_start_is_one_of_the_phases() -> None:
     assert RankProgress().phase.factor == max(phase.factor for phase in PHASES) == LONG_FACTOR
+
+
+def run_part(stopwatch: Stopwatch, progress: RankProgress, part: str, seconds: float) -> float:
+    """Let a part last for a time, and return the limit that it had."""
+    progress.begin_part(part)
+    start = 0.0 if stopwatch._last is None else stopwatch._last
+    for tick in range(1, int(seconds / TICK) + 2):
+        stopwatch.tick(start + tick * TICK)
+    return stopwatch.limit
+
+
+def test_limit_follows_the_slowest_part_of_the_last_100_steps() -> None:
+    progress = RankProgress()
+    stopwatch = Stopwatch(progress, None, TICK)
+    seconds = {1: 300.0, 2: 5.0, 3: 9.0}
+    limits = {}
+    for iteration in range(1, 140):
+        progress.iteration = iteration
+        progress.begin_step("training iteration", iteration)
+        for number in (1, 2):
+            wanted = seconds.get(iteration, 4.0)
+            limits[iteration] = run_part(stopwatch, progress, f"microbatch {number}", wanted)
+        assert run_part(stopwatch, progress, "optimizer", 1.0) <= 1800
+    assert limits[1] == 1800
+    # A compilation of the first step counts only until there are other steps.
+    assert limits[2] == pytest.approx(920, abs=3 * TICK)
+    assert limits[10] == pytest.approx(47, abs=3 * TICK)
+    assert limits[101] == limits[10]
+    assert limits[139] == pytest.approx(32, abs=3 * TICK)
+
+
+def test_limit_of_a_save_follows_the_slowest_one_so_far() -> None:
+    progress = RankProgress()
+    stopwatch = Stopwatch(progress, None, TICK)
+    now = 0.0
+    limits = []
+    for number, seconds in enumerate((30, 10, 10)):
+        with progress.enter(Phase(f"saving iteration {number}", in_threads=True)):
+            for _ in range(int(seconds / TICK)):
+                now += TICK
+                stopwatch.tick(now)
+            limits.append(stopwatch.limit)
+    assert limits[0] == 1800
+    assert limits[1] == limits[2] == pytest.approx(390, abs=3 * TICK)
+
+
+def test_stages_of_a_save_and_asynchronous_writes_have_their_own_limits() -> None:
+    """A short stage says nothing about a long one, and an asynchronous write began before."""
+    ranks = Ranks()
+    limits = []
+
+    def save(iteration: int) -> None:
+        for stage, seconds in (("WRITE", 0.3), ("PUBLISH", 0.0)):
+            work = Work(functools.partial(time.sleep, seconds), in_thread=True)
+            # Training goes on meanwhile, and does not wait long for the rest.
+            work.wait()
+            ranks.wait_for(work, f"saving iteration {iteration}", stage=stage)
+            phase = Phase(f"saving iteration {iteration}", stage=stage)
+            with ranks.progress.enter(phase):
+                limits.append(Stopwatch(ranks.progress, None, TICK).limit)
+
+    with ranks.progress.enter(Phase("saving iteration 1", stage="WRITE")):
+        assert Stopwatch(ranks.progress, None, TICK).limit == FIRST_SECONDS
+    with ranks.progress.enter(Phase("saving iteration 1", stage="PUBLISH")):
+        assert Stopwatch(ranks.progress, None, TICK).limit == FIRST_SECONDS
+    save(1)
+    assert limits[0] == pytest.approx(PHASE_SECONDS + 0.9, abs=0.5)
+    assert limits[1] < limits[0]
+
+
+def test_larger_step_may_take_as_long_as_a_first_one() -> None:
+    progress = RankProgress()
+    limits = []
+    for number, tokens in enumerate((100, 100, 1600, 1600, 100, 3200)):
+        progress.begin_step("training iteration", number, tokens)
+        progress.begin_part("microbatch 1")
+        limits.append(Stopwatch(progress, None, TICK).limit)
+    assert [limit == FIRST_SECONDS for limit in limits] == [True, False, True, False, False, True]
+
+
+def test_longer_limit_of_another_rank_holds_for_the_present_part_only() -> None:
+    progress = RankProgress()
+    progress.begin_step("training iteration", 1)
+    progress.begin_step("training iteration", 2)
+    stopwatch = Stopwatch(progress, None, TICK)
+    stopwatch.tick(0.0)
+    assert stopwatch.extend(stopwatch.number, 1800.0)
+    assert stopwatch.limit == 1800
+    progress.begin_part("microbatch 1")
+    stopwatch.tick(TICK)
+    assert stopwatch.limit == 20
+    assert not stopwatch.extend(stopwatch.number - 1, 1800.0)

@@ -8,6 +8,7 @@ from planner.published import make_llama
 from megatron.extras.planner.cost.communication import (
     estimate_added_seconds,
     estimate_collective_seconds,
+    estimate_message_seconds,
 )
 from megatron.extras.planner.cost.hardware import Hardware, load_hardware
 from megatron.extras.planner.cost.kernels import Gemm, estimate_gemm_seconds
@@ -86,3 +87,13 @@ def test_half_of_the_keys_travel_during_attention_of_the_early_part() -> None:
     assert exchanged.estimate_layer().forward.tensor == pytest.approx(
         estimate_collective_seconds(exchanged.count_context_bytes(), 4, FAST)
     )
+
+
+@pytest.mark.parametrize(("stride", "is_inside"), [(1, True), (7, True), (8, False), (64, False)])
+def test_messages_stay_in_a_node_of_eight_up_to_a_stride_of_seven(
+    stride: int, is_inside: bool
+) -> None:
+    network = A100.network
+    bandwidth = network.node_bandwidth if is_inside else network.network_bandwidth
+    seconds = estimate_message_seconds(1e9, stride, A100)
+    assert seconds == pytest.approx(1e9 / bandwidth + network.hop_seconds)

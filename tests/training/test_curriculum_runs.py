@@ -6,6 +6,8 @@ The lengths are 8, 16, 16, 24, 32, and 32 from then on.
 """
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from process_pool import PerRank, ProcessPool, pretrain, succeed
@@ -14,6 +16,8 @@ from training.runs import Runner
 from megatron.extras.interop.translators.translator import load_config
 from megatron.observe.log_line import parse_log_line
 from megatron.plan.resolve import resolve
+from megatron.run.report import Reporter
+from megatron.run.state import TrainState
 
 BATCH = 4
 LENGTHS = [8, 16, 16, 24, 32, 32, 32, 32]
@@ -96,9 +100,16 @@ def test_samples_are_truncated_to_their_first_tokens(run: Runner, pool: ProcessP
     assert [loss for loss, _ in curve(run)] == outcomes[0].value
 
 
-def test_log_line_without_a_curriculum_lacks_its_field(run: Runner) -> None:
-    assert "curriculum seqlen" not in run("--train-iters 1")
-    assert lengths(run) == {1: None}
+def test_log_lines_without_a_curriculum_have_the_mean_of_their_interval(run: Runner) -> None:
+    output = run("--train-iters 5 --log-interval 2")
+    lines = [entry for entry in map(parse_log_line, output.splitlines()) if entry is not None]
+    assert [entry["iteration"] for entry in lines] == [2, 4]
+    losses = run.losses()
+    for entry in lines:
+        last = int(entry["iteration"])
+        assert entry["lm_loss"] == pytest.approx((losses[last - 1] + losses[last]) / 2, rel=1e-6)
+    assert "curriculum seqlen" not in output
+    assert lengths(run) == dict.fromkeys(range(1, 6))
 
 
 def test_the_plan_forecasts_the_run(run: Runner) -> None:
@@ -112,6 +123,14 @@ def test_the_plan_forecasts_the_run(run: Runner) -> None:
         assert entry["consumed_tokens"] == progress.consumed_tokens
         assert entry["curriculum_seqlen"] == progress.seq_length
         assert entry["learning_rate"] == progress.lr
+
+
+def test_the_remaining_time_counts_iterations_of_the_present_length() -> None:
+    plan = SimpleNamespace(curriculum=object(), train_seconds=None)
+    reporter: Any = SimpleNamespace(_plan=plan)
+    step: Any = SimpleNamespace(batch_size=4, seq_length=16, train_iters=20)
+    # Five iterations of 64 tokens.
+    assert Reporter._estimate_rest(reporter, TrainState(iteration=15), step, 32.0) == 10.0
 
 
 def test_learning_rate_decays_by_tokens_from_the_end_of_warm_up(run: Runner) -> None:

@@ -20,9 +20,10 @@ from megatron.config.kernels import SWITCHES, AttentionBackend, KernelsConfig
 from megatron.config.normalise import read_argv
 from megatron.engine.kind import EngineKind
 from megatron.extras.interop.translators.translator import load_config
+from megatron.extras.step.cuda_graph.captured_runner import find_shortest_recorded
 from megatron.parallel.ranks import Ranks
 from megatron.plan import kernel_choice
-from megatron.plan.kernel_choice import CPU, KernelDevice, choose_kernels, find_shortest_recorded
+from megatron.plan.kernel_choice import CPU, KernelDevice, choose_kernels
 from megatron.plan.resolve import resolve
 from megatron.run.start.kernel_choice import choose_run_kernels
 from megatron.run.state import TrainState

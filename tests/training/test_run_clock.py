@@ -8,6 +8,7 @@ from megatron.extras.interop.translators.translator import load_config
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
 from megatron.run.clock import RunClock
+from megatron.run.loop import is_finished
 from megatron.run.state import TrainState
 
 SIZES = (
@@ -51,9 +52,9 @@ class TimedRun:
     @property
     def is_finished(self) -> bool:
         assert self.plan.train_seconds is not None
-        return self.state.used_train_time >= self.plan.train_seconds
+        return is_finished(self.plan, self.state)
 
-    def train(self, iterations: int = 10**6) -> None:
+    def train(self, iterations: int = 10**4) -> None:
         last = self.state.iteration + iterations
         while not self.is_finished and self.state.iteration < last:
             self.rates.append(self.state.compute_learning_rate(self.plan.lr_schedule))

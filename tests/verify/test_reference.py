@@ -10,6 +10,7 @@ from verify.mutation import ITERATIONS, MODEL
 from megatron.base import exit_codes
 from megatron.base.errors import ConfigError
 from megatron.commands.verify import VerifyArguments, main, resolve_command
+from megatron.config.model import TimeStep
 from megatron.config.table import Absent
 from megatron.extras.planner.verify.reference_optimizer import FORMULAS
 from megatron.extras.planner.verify.reference_parameters import compute_initial_weight, find_row
@@ -37,6 +38,7 @@ def shape() -> ModelShape:
         {"num_experts": 4, "moe_shared_expert_intermediate_size": 8, "embed_layernorm": True},
         {"untie_embeddings_and_output_weights": True, "moe_shared_expert_gate": True},
         {"softmax_type": "learnable"},
+        {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": "2"},
     ],
     ids=str,
 )
@@ -49,7 +51,8 @@ def test_the_reference_knows_each_parameter(changes: dict[str, Any], shape: Mode
         spec: ParameterSpec = parameter.spec  # type: ignore[attr-defined]
         row = find_row(name)
         drawn = {Init.NORMAL: "matrix", Init.SCALED_NORMAL: "output", Init.TABLE: "table"}
-        drawn |= {Init.VECTOR: "vector"}
+        drawn |= {Init.VECTOR: "vector", Init.CONVOLUTION: "kernel"}
+        drawn |= {Init.DECAY_RATE: "rate", Init.TIME_STEP: "step"}
         assert row.decays == spec.decays, name
         assert isinstance(row.start, float) == (spec.init not in drawn), name
         assert drawn.get(spec.init, row.start) == row.start, name
@@ -67,6 +70,30 @@ def test_large_matrices_are_drawn_in_the_blocks_of_the_run(rows: int, shape: Mod
     expected = torch.empty(size)
     initialise(name, Init.NORMAL, expected, size, (0, 0), shape, 7)
     assert torch.allclose(compute_initial_weight(name, size, shape, 7), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("step", ["one", "log-uniform"])
+def test_decays_and_convolutions_start_with_the_values_of_the_run(
+    step: TimeStep, shape: ModelShape
+) -> None:
+    config = replace(shape.config, linear_time_step=step, linear_conv_kernel_dim=4)
+    shape = replace(shape, config=config)
+    for leaf, kind, size in (
+        ("query_convolution", Init.CONVOLUTION, (96, 4)),
+        ("A_log", Init.DECAY_RATE, (1000,)),
+        ("dt_bias", Init.TIME_STEP, (1000,)),
+    ):
+        name = f"blocks.0.attention.{leaf}"
+        made = torch.empty(size)
+        initialise(name, kind, made, size, (0,) * len(size), shape, 7)
+        expected = compute_initial_weight(name, size, shape, 7)
+        torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-6)
+        bounds = {"A_log": (0.01, 16.0), "dt_bias": (0.001, 0.1)}
+        if leaf in bounds and (leaf, step) != ("dt_bias", "one"):
+            low, high = bounds[leaf]
+            real = made.exp() if leaf == "A_log" else torch.nn.functional.softplus(made)
+            assert low * 0.999 <= real.min() < real.max() <= high * 1.001
+            assert real.max() > 0.9 * high
 
 
 def test_an_optimizer_without_a_formula_is_refused(

@@ -21,6 +21,7 @@ from megatron.plan.rules import (
     experts,
     kernels,
     layout,
+    linear_attention,
     model,
     numbers,
     outputs,
@@ -98,6 +99,14 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     if_given(model.check_query_key_norm, "model.qk_norm"),
     if_given(model.check_sinks, "model.softmax_type"),
     if_given(model.check_parametrization, "model.parametrization"),
+    if_given(linear_attention.check_linear_attention, linear_attention.VARIANT),
+    needs(linear_attention.FREQUENCY, ", as in Qwen3-Next with 4", linear_attention.VARIANT),
+    Forbids(
+        lambda config: config.model.experimental_attention_variant is not None,
+        error,
+        f"was not compared with {{{linear_attention.VARIANT}}}; leave one of them out",
+        ("kernels.use_torch_compile", "precision.fp8_format", "model.parametrization"),
+    ),
     if_given(experts.check_experts, experts.NUMBER),
     if_given(model.check_positions_cover_sequence, "model.max_position_embeddings"),
     data.check_split_weights,
@@ -175,6 +184,7 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     if_given(kernels.check_float8, "precision.fp8_format"),
     # Warnings.
     no_effect_without(experts.NUMBER, "", *experts.FIELDS),
+    no_effect_without(linear_attention.VARIANT, "", *_list_fields("model.linear_")),
     if_given(experts.warn_about_balance, experts.NUMBER),
     if_given(
         training.warn_ramp_by_iterations,
@@ -346,6 +356,7 @@ PLAN_RULES: tuple[Rule[PlanContext], ...] = (
         "recompute.partition_activations",
     ),
     if_given(layout.check_context_parallel, "parallel.context_parallel_size"),
+    if_given(linear_attention.check_linear_heads, linear_attention.VARIANT),
     if_given(layout.check_muon, "optimizer.optimizer"),
     if_given(kernels.warn_about_cuda_graph, "kernels.cuda_graph"),
     if_given(experts.check_expert_parallel, experts.SIZE),

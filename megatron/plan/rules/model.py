@@ -1,16 +1,20 @@
 """Rules about the shape of the model."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from megatron.config.fields import ConfigWithOrigin
-from megatron.config.layer_choice import choose_layers
+from megatron.config.layer_choice import choose_layers, find_linear_layers
 from megatron.config.model import DROPOUT_STEPS
 from megatron.model.layer_parts import NORMS, get_activation
 from megatron.model.shape import ModelShape
 from megatron.plan.rules.finding import Finding, PlanContext, error, warning
 
-LAYER_CHOICES = ("model.no_rope_layers", "model.full_attention_layers")
-"""Fields that choose layers."""
+LAYER_CHOICES: dict[str, Callable[[str, int], frozenset[int]]] = {
+    "model.no_rope_layers": choose_layers,
+    "model.full_attention_layers": choose_layers,
+    "model.linear_attention_freq": find_linear_layers,
+}
+"""Fields that choose layers -> the function that reads them."""
 _HEAD_DIM_MULTIPLE = 64
 """The attention kernels on GPUs are fastest for head sizes that are multiples of this."""
 _USUAL_HIDDEN_PER_LAYER = (32, 256)
@@ -107,13 +111,13 @@ def check_layer_choices(settings: ConfigWithOrigin) -> Iterator[Finding]:
     # `check_ranges` reports this value.
     if num_layers < 1:
         return
-    for dotted in LAYER_CHOICES:
+    for dotted, read in LAYER_CHOICES.items():
         text = settings[dotted]
         # `check_no_empty_text` reports an empty text.
         if not text:
             continue
         try:
-            choose_layers(text, num_layers)
+            read(text, num_layers)
         except ValueError as failure:
             yield error(f"{settings.describe(dotted)}: {failure}.")
 

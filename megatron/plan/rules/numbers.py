@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.config.fields import ConfigWithOrigin, all_fields
-from megatron.config.layer_choice import choose_layers, find_expert_layers
+from megatron.config.layer_choice import find_expert_layers
 from megatron.config.optimizer import list_states
 from megatron.config.tree import Config
 from megatron.plan.rules.finding import Finding, error, warning
@@ -120,6 +120,7 @@ COUNTS = (
     *("parallel.hsdp_shard_size", "parallel.expert_model_parallel_size"),
     *("model.moe_router_topk", "model.moe_ffn_hidden_size", "model.moe_router_num_groups"),
     *("model.moe_router_group_topk", "model.moe_shared_expert_intermediate_size"),
+    *("model.linear_num_key_heads", "model.linear_num_value_heads"),
     *("tokenizer.vocab_size", "tokenizer.pad_vocab_size_to"),
     "tokenizer.make_vocab_size_divisible_by",
     *("curriculum.curriculum_min_difficulty", "curriculum.curriculum_max_difficulty"),
@@ -139,10 +140,10 @@ def replace_wrong_values(asked: ConfigWithOrigin) -> ConfigWithOrigin:
         # None is a size that is derived from others, so it needs no limit.
         if asked[name] is not None and not all_fields()[name].range.contains(asked[name]):
             config = _replace_field(config, name, 1)
-    for name in LAYER_CHOICES:
+    for name, read in LAYER_CHOICES.items():
         try:
             if asked[name] is not None:
-                choose_layers(asked[name], config.model.num_layers)
+                read(asked[name], config.model.num_layers)
         except ValueError:
             config = _replace_field(config, name, None)
     experts = "model.num_experts"

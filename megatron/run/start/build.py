@@ -178,7 +178,7 @@ def divide_ranks(
         shard_size=plan.shard_size,
         expert_size=plan.expert_size,
         timeout_minutes=parallel.distributed_timeout_minutes,
-        hang_timeout=parallel.hang_timeout,
+        hang_timeout=parallel.hang_seconds,
         comm_timer=timers.time_collective,
         control=ranks.group,
         progress=ranks.progress,

@@ -192,8 +192,8 @@ def join_ranks(launch: Launch) -> Ranks:
     refuse_errors(check_ranges(ConfigWithOrigin(launch.config, launch.loaded.origin)))
     parallel = launch.config.parallel
     minutes = parallel.distributed_timeout_minutes
-    hang_timeout = parallel.hang_timeout
-    if hang_timeout is not None:
+    hang_timeout = parallel.hang_seconds
+    if parallel.hang_timeout not in (None, "off"):
         # torch reads it when the first group starts.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(FLIGHT_RECORDER_ENTRIES))
     start_process_group(parallel.distributed_backend, minutes, device, hang_timeout=hang_timeout)

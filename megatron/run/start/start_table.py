@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from megatron.checkpoint.save import Saver
+from megatron.config.parallel import ParallelConfig
 from megatron.data.epochs import DatasetUse, describe_epochs, warn_about_many_epochs
 from megatron.data.index_helpers import describe_implementation
 from megatron.data.source import Sources
@@ -20,7 +21,13 @@ from megatron.observe.log_line import (
     format_no_checkpoint_line,
 )
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.rank_progress import LONG_FACTOR
+from megatron.parallel.rank_progress import (
+    FIRST_SECONDS,
+    LONG_FACTOR,
+    PART_SECONDS,
+    PHASE_SECONDS,
+    SLOWEST_FACTOR,
+)
 from megatron.plan.run_plan import Plan
 from megatron.run.report import Reporter
 from megatron.run.start.job import Job
@@ -51,7 +58,7 @@ def print_start(
     rows = [
         *_list_device_and_data(job.plan, mesh, sources, uses),
         *engine.describe_choices(),
-        *_list_limits_and_helpers(config.parallel.hang_timeout),
+        *_list_limits_and_helpers(config.parallel, job.plan.world_size),
         *reporter.describe_conventions(),
     ]
     if saver is not None:
@@ -137,9 +144,20 @@ def _list_device_and_data(
         yield "loss mean", f"mean {loss[0]}", loss[1]
 
 
-def _list_limits_and_helpers(hang_timeout: float | None) -> Iterator[tuple[str, str, str]]:
+def _list_limits_and_helpers(
+    parallel: ParallelConfig, world_size: int
+) -> Iterator[tuple[str, str, str]]:
     """Yield the rows about --hang-timeout and the helpers of the index."""
-    # Without a limit there is nothing to explain.
+    hang_timeout = parallel.hang_seconds
+    # A single process has nobody to compare itself with, and no limit without a number.
+    if parallel.hang_timeout == "auto" and world_size > 1:
+        yield (
+            "hang limit",
+            f"auto: {SLOWEST_FACTOR:g} x the slowest so far + {PART_SECONDS:g} s in a step, "
+            f"+ {PHASE_SECONDS:g} s elsewhere",
+            f"{format_duration(FIRST_SECONDS)} for the first of a kind, the start, a compilation "
+            "and a recording of graphs; a warning at the limit, the end at twice",
+        )
     if hang_timeout is not None:
         yield (
             "hang limit",

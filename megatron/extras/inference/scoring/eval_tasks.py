@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.base.errors import ConfigError, MegatronError, TrainingError
@@ -20,7 +21,6 @@ from megatron.engine.base import Engine
 from megatron.extras.inference.scoring.likelihood import EngineScorer, PackedRequests
 from megatron.extras.inference.scoring.tasks import find_tasks
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.messages import broadcast_integers
 from megatron.parallel.ranks import Ranks
 from megatron.plan.run_plan import Plan
 from megatron.run.parts import Tasks
@@ -101,11 +101,26 @@ def prepare_tasks(plan: Plan, ranks: Ranks, log: Callable[[str], None]) -> EvalT
     mine = PackedRequests(torch.zeros(0), torch.zeros(0, 0))
     if tasks is not None:
         mine = tasks.requests
-    requests = PackedRequests(
-        broadcast_integers(mine.tokens, ranks.group),
-        broadcast_integers(mine.lengths, ranks.group),
-    )
+    sent = (_broadcast(each, ranks.group) for each in (mine.tokens, mine.lengths))
+    requests = PackedRequests(*sent)
     return EvalTasks(requests, tasks, ranks)
+
+
+def _broadcast(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return rank 0's tensor on every rank of a gloo group of all ranks.
+
+    Args:
+        tensor: int32 on the CPU. On the other ranks, only its number of dimensions counts.
+        group: The group, or None for one process.
+    """
+    if group is None:
+        return tensor
+    shape = torch.tensor(tensor.shape)
+    dist.broadcast(shape, src=0, group=group)
+    if dist.get_rank(group) != 0:
+        tensor = torch.empty(shape.tolist(), dtype=torch.int32)
+    dist.broadcast(tensor, src=0, group=group)
+    return tensor
 
 
 def build_tasks(config: Config) -> FixedTasks:

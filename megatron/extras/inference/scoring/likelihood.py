@@ -334,7 +334,8 @@ class EngineScorer:
 
         for length, chosen in self._divide([size - 1 for size, _ in sizes]):
             self._mesh.ranks.check_stop()
-            self._mesh.progress.begin_step("evaluation batch of tasks", chosen[0])
+            tokens = length * len(chosen)
+            self._mesh.progress.begin_step("evaluation batch of tasks", chosen[0], tokens)
             rows = [read(request) for request in chosen]
             scored = self._engine.score_batch(self._make_microbatches(rows, length))
             found[chosen] = scored[: len(chosen)]

@@ -170,6 +170,7 @@ def _may_restart(
             f"within {window}: {end.reason}"
         )
         return False
+    # The budget comes before the search, which takes some seconds for each number of nodes.
     details: dict[str, Any] = {"reason": end.reason}
     if not allocation.is_large_enough:
         try:

@@ -80,6 +80,7 @@ def choose_layout(
         try:
             found.append(_search(nodes, [*options, *words], arguments))
         except OperationsError as error:
+            # That of the most nodes is the one to solve.
             problem = problem or f"{devices} devices: {error}"
     if not found:
         raise OperationsError(problem)
@@ -102,6 +103,7 @@ def _search(nodes: int, options: Sequence[str], arguments: Sequence[str]) -> Nod
             timeout=_SEARCH_SECONDS,
             check=False,
         )
+        # The planner prints no search for a command that it refuses.
         search = parse_json(done.stdout)["search"]
         given = search["configured"]
         fitting = [each for each in search["fastest"] if each["verdict"] == "fits"]
@@ -180,6 +182,7 @@ class ReturnWatch:
 
     def __exit__(self, *error: object) -> None:
         """Stop."""
+        # The step has ended by itself.
         self._end.set()
         if self._thread.is_alive():
             self._thread.join()

@@ -22,13 +22,13 @@ from megatron.extras.planner.cost.memory import (
     estimate_parameter_memory,
     estimate_stage_memory,
 )
+from megatron.extras.planner.cost.parameters import get_widths
 from megatron.extras.planner.cost.step_prediction import (
     StepPrediction,
     estimate_data_parallel_time,
 )
 from megatron.extras.planner.prediction import describe_layout, get_recomputed_share, predict_plan
 from megatron.model import flops
-from megatron.model.flops import get_widths
 from megatron.model.partition import select_stages_of_rank
 from megatron.model.shape import ModelShape
 from megatron.plan.run_plan import Plan

@@ -90,15 +90,11 @@ def search_plan(
     """
     # The search treats each ConfigError as a layout that is not legal. So this one is raised first.
     hardware.get_peak(half=describe_software(plan, hardware).half)
-    if devices is not None:
-        plan = replace(plan, world_size=devices)
     space = build_search_space(plan, hardware)
     if devices is not None:
-        accepts = build_layout_rules(plan)
+        plan = replace(plan, world_size=devices)
         size = plan.config.batch.micro_batch_size
-        space = replace(
-            space, accepts=lambda layout: layout.micro_batch == size and accepts(layout)
-        )
+        space = replace(space, devices=devices, micro_batch=size)
     if allow_fp8 and plan.config.precision.fp8_format is None:
         space = replace(
             space, float8_software=describe_software(_add_float8(plan, hardware), hardware)

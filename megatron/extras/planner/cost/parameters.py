@@ -14,8 +14,33 @@ from functools import lru_cache
 
 from megatron.extras.planner.cost.layout import RankLayout, Software
 from megatron.model import flops
+from megatron.model.layer_parts import get_activation
 from megatron.model.partition import Stage
 from megatron.model.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Widths of a layer, by the notation of `megatron.model.flops`."""
+
+    h: int
+    f: int
+    q: int
+    k: int
+    mlp_in: int
+    """Outputs of the MLP's first linear layer: f, or 2f with a GLU."""
+
+
+def get_widths(shape: ModelShape) -> Widths:
+    """Return the widths of a shape."""
+    f = shape.ffn_hidden_size
+    return Widths(
+        h=shape.config.hidden_size,
+        f=f,
+        q=shape.config.num_attention_heads * shape.head_dim,
+        k=shape.query_groups * shape.head_dim,
+        mlp_in=f * (1 + get_activation(shape.config).gated),
+    )
 
 
 @dataclass(frozen=True)
@@ -99,7 +124,7 @@ def count_dense_matrices(shape: ModelShape, layout: RankLayout, layers: range) -
 
     Only their products can add to gradients in fp32.
     """
-    w = flops.get_widths(shape)
+    w = get_widths(shape)
     of_layer = flops.count_layer_matrix_parameters(shape, layout.tensor)
     number = count_mixtures(shape, layers)
     shared = shape.config.moe_shared_expert_intermediate_size or 0

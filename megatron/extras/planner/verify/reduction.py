@@ -22,6 +22,7 @@ from megatron.extras.planner.verify.features import (
     REDUCED_EXPERTS,
     compare_structures,
     find_lost_settings,
+    has_delta_nets,
     has_neighbours,
     list_features,
     list_groups,
@@ -60,6 +61,9 @@ bound."""
 ENLARGED_EPSILON = 1e-3
 """Adam's epsilon. A gradient that is 0 in exact arithmetic, such as that of a key's bias, would
 otherwise become an update of full size with the sign of a rounding error."""
+ENLARGED_NORM_EPSILON = 1e-2
+"""Epsilon of the norm in gated delta nets. A document's first token has an output of one factor
+q k. Without it, the norm would leave only the sign of that, which may be a rounding error."""
 _TAKEN = re.compile(
     r"(model|curriculum|optimizer|loss|recompute)\..*|batch\.seed|checkpoint\.async_save|"
     r"data\.(mock_data|reset_.*|eod_mask_loss)|"
@@ -299,7 +303,25 @@ def _reduce_model(plan: Plan, grid: Grid) -> Values:
         "model.max_position_embeddings": length + 8 * (table > model.seq_length),
         "model.sliding_window": _choose_window(plan, grid),
     }
-    return values | _replace_given(plan, given) | _reduce_experts(plan, grid)
+    values |= _replace_given(plan, given) | _reduce_experts(plan, grid)
+    if has_delta_nets(plan.config):
+        values |= _reduce_delta_nets(plan, grid)
+    return values
+
+
+def _reduce_delta_nets(plan: Plan, grid: Grid) -> Values:
+    """Return the sizes of gated delta nets. `_choose_layers` chooses their layers."""
+    model = plan.config.model
+    ranks = grid.tensor * grid.context
+    keys = ranks * min(2, max(1, model.linear_num_key_heads // ranks))
+    copies = min(2, model.linear_num_value_heads // model.linear_num_key_heads)
+    return {
+        "model.linear_num_key_heads": keys,
+        "model.linear_num_value_heads": keys * copies,
+        "model.linear_key_head_dim": 2 * HEAD,
+        "model.linear_value_head_dim": HEAD,
+        "model.linear_norm_epsilon": ENLARGED_NORM_EPSILON,
+    }
 
 
 def _reduce_experts(plan: Plan, grid: Grid) -> Values:
@@ -543,7 +565,8 @@ def _choose_layers(plan: Plan, values: Values, world_size: int) -> Plan:
     """
     stages = values["parallel.pipeline_model_parallel_size"]
     uneven = len(set(plan.layers_per_stage)) > 1
-    fewest = max(2, stages + (max(plan.layers_per_stage) > 1))
+    mixed = has_delta_nets(plan.config)
+    fewest = max(2 + mixed, stages + (max(plan.layers_per_stage) > 1))
     if values.get("parallel.num_layers_per_virtual_pipeline_stage"):
         fewest = 2 * stages
     plans = []
@@ -556,6 +579,10 @@ def _choose_layers(plan: Plan, values: Values, world_size: int) -> Plan:
             # If a pattern chooses only some layers of the run, it also does in the copy.
             if pattern is not None and 0 < len(choose_layers(pattern, total)) < total:
                 values[name] = "1::2"
+        if mixed:
+            # Both kinds of layers. Of those with attention, the pattern above chooses the first.
+            chosen = [str(int(number % 3 == 0)) for number in range(layers)]
+            values["model.linear_attention_freq"] = f"[{','.join(chosen)}]"
         plans.append(resolve(build_config(values), world_size))
         if (len(set(plans[-1].layers_per_stage)) > 1) == uneven and not plans[-1].errors:
             return plans[-1]

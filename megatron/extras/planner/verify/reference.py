@@ -38,6 +38,7 @@ from megatron.config.loss import LossConfig
 from megatron.config.tree import Config
 from megatron.extras.planner.verify.recording import ActivationTrace
 from megatron.extras.planner.verify.reduction import COMPARED, DROPPED, EOD, use_one_process
+from megatron.extras.planner.verify.reference_delta_net import use_recurrence
 from megatron.extras.planner.verify.reference_dropout import use_masks
 from megatron.extras.planner.verify.reference_optimizer import (
     Moments,
@@ -95,6 +96,7 @@ def run_reference(plan: Plan, samples: Tensor) -> ReferenceRun:
     model = _build_model(alone)
     parameters = dict(model.named_parameters())
     optimizer = ReferenceOptimizer(parameters, config.optimizer, alone.shape)
+    use_recurrence(model)
     masks = use_masks(model, plan)
     experts = ReferenceExperts(model, config)
     run = ReferenceRun(_copy(parameters) | experts.copy_biases())

@@ -147,7 +147,7 @@ def use_masks(model: GPT, plan: Plan) -> ReferenceMasks:
         if hidden > 0:
             _replace_forward(block.attention_dropout, masks, hidden, site + 1)
             _replace_forward(block.mlp_dropout, masks, hidden, site + 2)
-        if config.attention_dropout > 0:
+        if config.attention_dropout > 0 and isinstance(block.attention, SelfAttention):
             compute = partial(masks.attend, block.attention, config.attention_dropout, site)
             block.attention._compute_core = compute  # type: ignore[method-assign]
     return masks

@@ -22,14 +22,14 @@ from megatron.model.shape import ModelShape
 class ReferenceParameter:
     """A kind of parameter."""
 
-    start: float | Literal["table", "vector", "matrix", "output"]
+    start: float | Literal["table", "vector", "matrix", "output", "kernel", "rate", "step"]
     """Its initial value, or what it is if its values are drawn. An output writes to the residual
-    stream. A vector is not subject to weight decay."""
+    stream. Only tables, matrices and outputs are subject to weight decay."""
 
     @property
     def decays(self) -> bool:
         """Whether weight decay applies."""
-        return not isinstance(self.start, float) and self.start != "vector"
+        return self.start in ("table", "matrix", "output")
 
     @property
     def is_matrix_of_layer(self) -> bool:
@@ -53,6 +53,10 @@ PARAMETERS = {
     "attention.out.weight": _OUTPUT,
     "attention.out.bias": _ZERO,
     "attention.sink": ReferenceParameter("vector"),
+    **{f"attention.{part}.weight": _MATRIX for part in ("query", "key", "value", "beta", "alpha")},
+    "_convolution": ReferenceParameter("kernel"),
+    "attention.A_log": ReferenceParameter("rate"),
+    "attention.dt_bias": ReferenceParameter("step"),
     "up.weight": _MATRIX,
     "up.bias": _ZERO,
     "gate.weight": _MATRIX,
@@ -125,7 +129,22 @@ def compute_initial_weight(
         part = (min(rows, size[0] - first), *size[1:])
         generator = np.random.Generator(np.random.SFC64(seeds))
         blocks.append(generator.standard_normal(part, dtype=np.float32))
-    return torch.from_numpy(np.concatenate(blocks)) * (std / width)
+    values = torch.from_numpy(np.concatenate(blocks))
+    if row.start in ("kernel", "rate", "step"):
+        return _transform(values, row.start, config)
+    return values * (std / width)
+
+
+def _transform(values: Tensor, start: str, config: ModelConfig) -> Tensor:
+    """Return the initial values of a part of a gated delta net, from normal ones."""
+    uniform = (1 + torch.erf(values.double() / 2**0.5)) / 2
+    if start == "kernel":
+        return ((2 * uniform - 1) / values.shape[1] ** 0.5).float()
+    if start == "rate":
+        return torch.log(0.01 + 15.99 * uniform).float()
+    if config.linear_time_step == "one":
+        return torch.ones(values.shape)
+    return torch.log(torch.exp(0.001 * 100**uniform) - 1).float()
 
 
 def _compute_output_std(config: ModelConfig, std: float) -> float:

@@ -27,10 +27,14 @@ from megatron.extras.step.cuda_graph.graph_recorder import GraphRecorder, Record
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.rank_progress import Phase
 from megatron.parallel.torch_private import foreach_copy_
-from megatron.plan.kernel_choice import find_shortest_recorded, runs_eager_passes
+from megatron.plan.kernel_choice import runs_eager_passes
 from megatron.plan.run_plan import Plan
+from megatron.schedule.curriculum import Curriculum
 
+_LENGTHS = 8
+"""The number of sequence lengths of a curriculum that get graphs."""
 _TENSORS = (
     "tokens",
     "labels",
@@ -128,7 +132,10 @@ class CapturedRunner:
             self._needs_gradients &= not adds
             return self._run_eagerly(inputs, factor)
         # This is the second step with these sizes, or a later one.
-        if not self._prepare_graphs(inputs, wanted):
+        if not is_recorded:
+            with self._eager.progress.enter(Phase("the recording of graphs")):
+                is_recorded = self._prepare_graphs(inputs, wanted)
+        if not is_recorded:
             return self._run_eagerly(inputs, factor)
         assert self._graphs is not None, "graphs were prepared"
         return self._graphs.repeat(inputs, factor)
@@ -285,6 +292,7 @@ class _Graphs:
 
     def repeat(self, inputs: Sequence[Inputs], factor: float | Tensor) -> Tensor:
         """Repeat the graphs for the microbatches of a step, and return the mean loss."""
+        self._eager.progress.begin_part("repeated graphs")
         # The engine has dropped its references at the end of the last step.
         self._set_gradients(self.gradients)
         # The loss scale may have changed, and the graph reads the factor from its memory.
@@ -340,6 +348,18 @@ def _make_positions(model: GPT, inputs: Inputs) -> object:
     # Without FSDP2, parameters have the dtype of the computation.
     dtype = next(model.parameters()).dtype
     return model.position_tables.make_positions(inputs.take_own(model.context), dtype)
+
+
+def find_shortest_recorded(curriculum: Curriculum | None, first: int, last: int) -> int:
+    """Return the shortest sequence length that gets graphs, of iterations `first` to `last`.
+
+    A recording costs about a step. A curriculum may have hundreds of lengths, and most tokens are
+    in the longest samples.
+    """
+    if curriculum is None:
+        return 0
+    lengths = sorted({length for _, length in curriculum.iterate_stages(first, last)})
+    return lengths[-_LENGTHS:][0]
 
 
 def capture_microbatches(

@@ -201,7 +201,7 @@ class DeepSpeedEngine(EngineBase):
         DeepSpeed has no argument for it and uses torch's default of 30 minutes.
         """
         parallel = self._plan.config.parallel
-        limit = TimeLimit(parallel.distributed_timeout_minutes, parallel.hang_timeout)
+        limit = TimeLimit(parallel.distributed_timeout_minutes, parallel.hang_seconds)
         backend.new_group = lambda ranks: dist.new_group(ranks, timeout=limit.collective)
 
     @contextlib.contextmanager
@@ -600,6 +600,7 @@ class DeepSpeedEngine(EngineBase):
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         self._loss_sum = total
         for number in range(len(inputs)):
+            self._mesh.progress.begin_part(f"microbatch {number + 1}")
             # DeepSpeed counts microbatches since its start and takes the count modulo their present
             # number. After that number has changed, the boundary would be in the wrong place.
             self._engine.set_gradient_accumulation_boundary(number == len(inputs) - 1)

@@ -117,7 +117,13 @@ def check_settings(plan: Plan) -> Iterator[Finding]:
 
 
 def check_model(plan: Plan) -> Iterator[Finding]:
-    """Check that the model has no experts."""
+    """Check that the model has no experts and no gated delta nets."""
+    variant = plan.config.model.experimental_attention_variant
+    if variant is not None:
+        yield error(
+            f"--experimental-attention-variant {variant} was not compared with DeepSpeed's engine; "
+            "remove --deepspeed"
+        )
     experts = plan.config.model.num_experts
     if experts is not None:
         yield error(

@@ -4,10 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from megatron.parallel.rank_progress import RankState
-from megatron.parallel.roll_call import find_rare
-
-_SHOWN = 8
-"""Largest number of ranks that a verdict describes."""
+from megatron.parallel.roll_call import SHOWN, find_rare
 
 
 def find_odd_ranks(states: Mapping[int, RankState]) -> dict[int, str]:
@@ -46,11 +43,11 @@ def describe_states(
     if with_odd:
         odd = find_odd_ranks(states)
     lines = []
-    for rank, why in list(odd.items())[:_SHOWN]:
+    for rank, why in list(odd.items())[:SHOWN]:
         state = states[rank]
         lines.append(f"{names[rank]} is at {state.at} in {state.phase}: {why}")
-    if len(odd) > _SHOWN:
-        lines.append(f"and {len(odd) - _SHOWN} more")
+    if len(odd) > SHOWN:
+        lines.append(f"and {len(odd) - SHOWN} more")
     others = [state for rank, state in states.items() if rank not in odd]
     if others:
         place, count = Counter((state.at, state.collective) for state in others).most_common(1)[0]

@@ -12,7 +12,9 @@ process that keeps the store does not answer.
 
 import contextlib
 import faulthandler
+import functools
 import json
+import math
 import os
 import sys
 import threading
@@ -28,10 +30,13 @@ import torch.distributed as dist
 from megatron.base import exit_codes
 from megatron.base.durable import replace_file
 from megatron.base.errors import HungRanksError, LostRanksError
+from megatron.base.plain_text import print_line
 from megatron.extras.watch.watchdog.hang_verdict import describe_states, find_odd_ranks
+from megatron.extras.watch.watchdog.stopwatch import Stopwatch, is_compiling
 from megatron.parallel.messages import OutOfStepError
 from megatron.parallel.rank_progress import (
     FILE_THREAD,
+    FIRST_SECONDS,
     RankProgress,
     RankState,
     TimeLimit,
@@ -40,8 +45,10 @@ from megatron.parallel.rank_progress import (
     locate_thread,
 )
 from megatron.parallel.roll_call import (
+    BEAT_SECONDS,
     CALLED,
     FINISHED,
+    SHOWN,
     Found,
     RollCall,
     call_in_thread,
@@ -49,6 +56,7 @@ from megatron.parallel.roll_call import (
 )
 from megatron.parallel.store_values import (
     make_call_name,
+    parse_seconds,
     parse_state,
     read_call_name,
     read_text,
@@ -80,7 +88,7 @@ def read_state(main: int, progress: RankProgress, *, with_collectives: bool) -> 
         for each in busy:
             if each.ident is not None:
                 at = locate_thread(each.ident)
-    state = RankState(at, waits, progress.phase.name, progress.sequence)
+    state = RankState(at, waits, progress.phase.name, progress.sequence, published=time.time())
     if not with_collectives:
         return state
     recent, collective = find_last_collectives(read_flight_recorder())
@@ -135,46 +143,6 @@ def write_state(folder: Path, rank: int) -> None:
     (folder / f"rank_{rank:06d}_collectives.json").write_text(text)
 
 
-class Stopwatch:
-    """Measures how long the phase has lasted, in the thread that watches it.
-
-    The time in which this process did not run at all does not count. After a job was suspended and
-    resumed, no phase has exceeded its limit.
-    """
-
-    def __init__(self, progress: RankProgress, hang_timeout: float, interval: float) -> None:
-        """Start at the current phase.
-
-        Args:
-            progress: The phases of this rank.
-            hang_timeout: Seconds that a step may take.
-            interval: Seconds between two calls of `exceeds_limit`.
-        """
-        self._progress = progress
-        self._hang_timeout = hang_timeout
-        self._longest_tick = 4 * interval
-        self._sequence = progress.sequence
-        self._last: float | None = None
-        self.seconds = 0.0
-        """Seconds for which the phase has lasted."""
-
-    def exceeds_limit(self, now: float) -> bool:
-        """Return whether the current phase has lasted longer than it may.
-
-        Args:
-            now: The time of a monotonic clock, in seconds.
-        """
-        phase = self._progress.phase
-        if self._last is None or self._sequence != self._progress.sequence:
-            self._sequence = self._progress.sequence
-            self.seconds = 0.0
-        else:
-            # A long gap between two calls means that this process was suspended.
-            self.seconds += min(now - self._last, self._longest_tick)
-        self._last = now
-        return self.seconds > phase.factor * self._hang_timeout
-
-
 TICK_SECONDS = 0.25
 """Seconds between two comparisons of the phase with its limit."""
 _LONGEST_WINDOW_SECONDS = 3.0
@@ -183,6 +151,10 @@ _WRITE_SECONDS = 1.0
 """The longest time for the files of a rank. The file system may be what hangs."""
 _LINGER_SECONDS = 1.0
 """Time for which rank 0 keeps the store after the verdict."""
+_BEATS = 2.5
+"""A rank that publishes nothing in the time of this many heartbeats does not run."""
+_RANKS_PER_BEAT = 4000
+"""With more ranks, heartbeats are rarer than one in BEAT_SECONDS, because one store gets all."""
 FOLDER = "hangs"
 """Folder of the files about hangs, in the folder of `--save`."""
 
@@ -203,7 +175,7 @@ class Watchdog(RollCall):
         limit: TimeLimit,
         *,
         progress: RankProgress,
-        hang_timeout: float,
+        hang_timeout: float | None,
         folder: Path | None,
         report: Callable[[HungRanksError, str], None],
     ) -> None:
@@ -215,7 +187,8 @@ class Watchdog(RollCall):
             names: The names of all ranks for messages.
             limit: The limit of `--distributed-timeout-minutes`.
             progress: The phases of this rank.
-            hang_timeout: Seconds that a step may take. See `Phase.factor` for other phases.
+            hang_timeout: Seconds that a step may take. See `Phase.factor` for other phases. None:
+                auto, see `Stopwatch`.
             folder: The folder of `--save`. Without one, only the stacks are printed.
             report: Reports an error to the launcher, and prints a message.
         """
@@ -228,6 +201,11 @@ class Watchdog(RollCall):
         self._beats: dict[int, RankState] = {}
         """The last known state of the ranks that do not answer, and of rank 0."""
         self._hang_timeout = hang_timeout
+        self._spacing = BEAT_SECONDS * max(1.0, len(names) / _RANKS_PER_BEAT)
+        self._next_beat = 0.0
+        self._asking: threading.Thread | None = None
+        self._asked = (0, 0.0)
+        """The last number of the phase and the limit about which the others were asked."""
         self._verdict = ""
         self._call_name = ""
         # The thread that holds it reports for this rank and ends the process. It is never released.
@@ -244,7 +222,16 @@ class Watchdog(RollCall):
 
     def beat(self, store: dist.Store) -> None:
         """Publish this rank's state, and remember rank 0's in case its store stops answering."""
+        if time.monotonic() < self._next_beat:
+            return
+        self._next_beat = time.monotonic() + self._spacing
+        watch = self._stopwatch
+        limit = watch.limit
+        # Most phases are over before anybody asks.
+        if watch.seconds > BEAT_SECONDS and is_compiling():
+            limit = max(limit, FIRST_SECONDS)
         state = read_state(self._main, self._progress, with_collectives=False)
+        state = replace(state, limit=limit)
         store.set(_make_beat_key(self._rank), json.dumps(asdict(state)))
         if store_is_rank_zeros():
             self._read_beat(store, 0)
@@ -273,7 +260,7 @@ class Watchdog(RollCall):
 
     def _watch(self) -> None:
         """Call the roll when a phase exceeds its limit, then end this process."""
-        while not self._stopwatch.exceeds_limit(time.monotonic()):
+        while not self._exceeds_limit():
             if self._leaving.wait(TICK_SECONDS):
                 return
         if not self._acting.acquire(blocking=False):
@@ -297,6 +284,95 @@ class Watchdog(RollCall):
         self._write_verdict(verdict)
         self._report(HungRanksError(verdict, self._find_hosts(found)), verdict)
         self._end()
+
+    def _exceeds_limit(self) -> bool:
+        """Return whether the run must end. With auto, ask the other ranks and warn before that."""
+        watch = self._stopwatch
+        watch.tick(time.monotonic())
+        if self._hang_timeout is not None:
+            return watch.seconds > watch.limit
+        if math.isinf(watch.limit):
+            return False
+        patience = _BEATS * self._spacing
+        # With nccl, torch ends the process after this time-out, without a name.
+        first = min(watch.silent_limit, 0.9 * self._limit.collective.total_seconds())
+        number = watch.number
+        for limit in (first, watch.limit, 2 * watch.limit):
+            asked = (number, limit)
+            if watch.seconds > limit - patience and asked > self._asked:
+                self._asked = asked
+                ask = functools.partial(self._ask_others, number, warns=limit <= watch.limit)
+                self._asking = call_in_thread(ask)
+        if watch.seconds <= 2 * watch.limit:
+            return False
+        # The answer may allow more time. A store that hangs gives none.
+        waits = self._asking is not None and self._asking.is_alive()
+        return not waits or watch.seconds > 2 * watch.limit + 4 * patience
+
+    def _ask_others(self, number: int, *, warns: bool) -> None:
+        """Find out whether another rank is in a phase that may take longer, and extend the limit.
+
+        The first rank that asks reads the heartbeats of all. The others read its answer.
+
+        Args:
+            number: The number of the phase.
+            warns: Whether to warn that the run will end.
+
+        Raises:
+            RuntimeError: The store has ended.
+        """
+        watch = self._stopwatch
+        patience = _BEATS * self._spacing
+        key = f"asked/{self._progress.iteration}/{watch.phase.name}/{warns}/{watch.limit:.0f}"
+        if self._store.add(key, 1) > 1:
+            time.sleep(1.5 * patience)
+            end = time.monotonic() + 2 * patience
+            while not self._store.check([f"{key}/limit"]):
+                if time.monotonic() > end:
+                    return
+                time.sleep(self._spacing)
+            watch.extend(number, parse_seconds(self._store.get(f"{key}/limit")))
+            return
+        before = self._read_all_beats()
+        time.sleep(patience)
+        after = self._read_all_beats()
+        live = {
+            rank: state
+            for rank, state in after.items()
+            if rank not in before or state.published != before[rank].published
+        }
+        is_complete = len(live) == len(self._names)
+        limit = watch.limit
+        if is_complete:
+            limit = max(state.limit for state in live.values())
+        self._store.set(f"{key}/limit", repr(limit))
+        # The phase may be over.
+        if not watch.extend(number, limit) or not warns:
+            return
+        if is_complete and watch.seconds + patience < limit:
+            return
+        # Ranks in parts with other limits ask as well.
+        if self._store.add(f"warned/{self._progress.iteration}/{watch.phase.kind}", 1) > 1:
+            return
+        missing = [rank for rank in range(len(self._names)) if rank not in live]
+        lines = [self._describe_missing(rank) for rank in missing[:SHOWN]]
+        lines += describe_states(live, self._names, with_odd=is_complete)
+        print_line(
+            f"warning: {watch.name} has taken {watch.seconds:.0f} s; the limit of --hang-timeout "
+            f"auto is {watch.limit:.0f} s, and the run ends after twice that time, or when a "
+            "collective times out:\n  " + "\n  ".join(lines)
+        )
+
+    def _read_all_beats(self) -> dict[int, RankState]:
+        keys = [_make_beat_key(rank) for rank in range(len(self._names))]
+        # One request in place of two for each rank. It would wait for a key that is not there.
+        if self._store.check(keys):
+            states = map(parse_state, self._store.multi_get(keys))
+            self._beats |= {rank: state for rank, state in enumerate(states) if state is not None}
+        else:
+            for rank in range(len(keys)):
+                self._read_beat(self._store, rank)
+        return dict(self._beats)
 
     def _follow(self, store: dist.Store) -> None:
         """Write this rank's files, wait for the caller's verdict, and end this process.
@@ -386,12 +462,14 @@ class Watchdog(RollCall):
                 lost = "the run has lost ranks: "
             what = f"{lost}a collective of {phase.name} failed"
         else:
-            factor = f"{phase.factor:g} x "
-            if phase.is_repeated:
-                factor = ""
+            watch = self._stopwatch
+            factor = "" if phase.is_repeated else f"{phase.factor:g} x "
+            limit = f"{factor}--hang-timeout {self._hang_timeout or 0.0:g} s"
+            if self._hang_timeout is None:
+                limit = f"twice the {watch.limit:.0f} s of --hang-timeout auto"
             what = (
-                f"the run hangs: {phase.name} has taken {self._stopwatch.seconds:.0f} s, and the "
-                f"limit is {factor}--hang-timeout {self._hang_timeout:g} s"
+                f"the run hangs: {watch.name} has taken {watch.seconds:.0f} s, and the limit is "
+                f"{limit}"
             )
         lines += self._list_locations(found)
         text = f"{what}:\n  " + "\n  ".join(lines)
@@ -414,7 +492,12 @@ class Watchdog(RollCall):
         beat = self._beats.get(rank)
         if beat is None:
             return text
-        return f"{text}; a second before, it was at {beat.at} in {beat.phase}"
+        # The clocks of two hosts may differ by a little.
+        age = max(0.0, time.time() - beat.published)
+        text = f"{text}; {age:.0f} s ago, it was at {beat.at} in {beat.phase}"
+        if beat.phase == self._progress.phase.name:
+            return text
+        return f"{text}, but others are in {self._progress.phase.name}, so it may have gone on"
 
     def _find_hosts(self, found: Found) -> list[str]:
         """Return the hosts of the ranks that the others wait for, each once.

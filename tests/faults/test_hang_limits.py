@@ -1,0 +1,134 @@
+"""--hang-timeout auto: a rank that stops is named at the limit, and the run ends at twice."""
+
+import functools
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from faults.launches import NewJob
+from faults.test_hangs import COORDINATES, GRID, find_line, wait_for_verdict
+
+from megatron.parallel.rank_progress import RankProgress
+
+FULL = pytest.mark.full
+WATCH = "megatron.extras.watch.watchdog.stopwatch."
+PART_SECONDS = 2.0
+PHASE_SECONDS = 5.0
+BEAT_SECONDS = 0.4
+CONSTANTS = {
+    f"{WATCH}PART_SECONDS": PART_SECONDS,
+    f"{WATCH}PHASE_SECONDS": PHASE_SECONDS,
+    "megatron.extras.watch.watchdog.watchdog.BEAT_SECONDS": BEAT_SECONDS,
+    "megatron.parallel.roll_call.BEAT_SECONDS": BEAT_SECONDS,
+}
+FLAGS = f"{GRID} --train-iters 1000000"
+STARTED = "the fault begins"
+WARNING = "of --hang-timeout auto is"
+
+
+def stop_in(method: str, phase: str, rank: int) -> None:
+    """Let rank 3 stop in a method of `RankProgress` for a phase, when it is no longer the first."""
+    original = getattr(RankProgress, method)
+
+    def begin(progress: RankProgress, what: Any) -> Any:
+        result = original(progress, what)
+        is_part = method == "begin_part" and "microbatch" in what
+        is_found = phase in str(what) or (is_part and phase in progress.phase.name)
+        if rank == 3 and is_found and progress.iteration >= 5:
+            time.sleep(2.2 * BEAT_SECONDS)
+            print(STARTED)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return result
+
+    setattr(RankProgress, method, begin)
+
+
+def stop_in_forward(rank: int) -> None:
+    stop_in("begin_part", "training iteration", rank)
+
+
+def stop_in_evaluation(rank: int) -> None:
+    stop_in("begin_part", "evaluation batch", rank)
+
+
+def stop_in_save(rank: int) -> None:
+    stop_in("_change", "saving", rank)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "limit"),
+    [
+        (stop_in_forward, PART_SECONDS),
+        pytest.param(stop_in_evaluation, PART_SECONDS, marks=FULL),
+        pytest.param(stop_in_save, PHASE_SECONDS, marks=FULL),
+    ],
+)
+def test_stopped_rank_is_named_at_the_limit(
+    prepare: Callable[[int], None], limit: float, new_job: NewJob
+) -> None:
+    flags = f"{FLAGS} --eval-interval 2 --eval-iters 1 --split 9,1,0 --save-interval 2"
+    launch = new_job("job", flags, 4).launch(constants=CONSTANTS, prepare=prepare)
+    launch.wait_for(lambda: STARTED in launch.output(3), "the fault")
+    start = time.monotonic()
+    launch.wait_for(lambda: WARNING in launch.all_output(), "the warning")
+    warned = time.monotonic() - start
+    output = wait_for_verdict(launch, 3, 2 * limit, start)
+    assert warned < limit + 3, output
+    warning = output[output.index("warning: ") :]
+    assert f"rank 3 on {os.uname().nodename} ({COORDINATES[3]}) does not answer" in warning
+    assert re.search(r"; \d+ s ago, it was at \S+\.py:\d+ \w+ in ", find_line(output, 3)), output
+
+
+def compile_slowly(rank: int) -> None:
+    """Let rank 1 compile in the optimizer, after the first steps."""
+    # The watchdog knows a compilation by the file of a function.
+    source = "import time\ndef convert(): time.sleep(3.5)"
+    names: dict[str, Any] = {}
+    exec(compile(source, "/torch/_dynamo/convert_frame.py", "exec"), names)
+    slow_down(rank, {(3, "optimizer"): names["convert"]})
+
+
+def compute_and_write_slowly(rank: int) -> None:
+    """Let rank 1 be slow in a microbatch, and between two steps, as when a log is written."""
+    slow_down(
+        rank,
+        {
+            (3, ""): functools.partial(time.sleep, 6.0),
+            (4, "microbatch 1"): functools.partial(time.sleep, 1.2),
+            (5, "microbatch 2"): functools.partial(time.sleep, 4.0),
+        },
+    )
+
+
+def slow_down(rank: int, places: dict[tuple[int, str], Callable[[], None]]) -> None:
+    original = RankProgress.begin_part
+
+    def begin(progress: RankProgress, part: str) -> None:
+        original(progress, part)
+        act = places.get((progress.iteration, part))
+        if act is not None and rank == 1 and progress.phase.is_step:
+            act()
+
+    RankProgress.begin_part = begin  # type: ignore[assignment, method-assign]
+
+
+@pytest.mark.parametrize(
+    "prepare", [compile_slowly, pytest.param(compute_and_write_slowly, marks=FULL)]
+)
+def test_healthy_slow_run_and_suspended_machine_are_no_hang(
+    prepare: Callable[[int], None], new_job: NewJob
+) -> None:
+    # Each of these takes longer than twice PART_SECONDS, or than three times the slowest before.
+    constants = {f"{WATCH}PART_SECONDS": 1.0, f"{WATCH}PHASE_SECONDS": 10.0}
+    flags = "--train-iters 6 --num-layers 2 --micro-batch-size 1 --log-interval 1"
+    launch = new_job("job", flags, 2).launch(constants=constants, prepare=prepare)
+    launch.wait_for_line("iteration        2/")
+    with launch.frozen():
+        time.sleep(3)
+    assert launch.codes() == [0, 0], launch.all_output()
+    assert WARNING not in launch.all_output()
+    assert "the end at twice" in launch.output()
