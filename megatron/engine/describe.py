@@ -37,6 +37,11 @@ def list_kernels(
         ("loss", "fused projection and cross entropy", "fp32 logits are not kept"),
         ("precision", *_describe_precision(plan, execution, loss_scale)),
     ]
+    if plan.config.model.experimental_attention_variant is not None:
+        how = ("PyTorch's operators", "GPUs have kernels with pip install 'megatron-3d[fla]'")
+        if execution.operators.delta_rule is not None:
+            how = ("kernels of fla-core", "it is installed")
+        rows.append(("gated delta rule", *how))
     rows += _describe_fused_kernels(plan, mesh, execution)
     if "cuda_graph" in plan.kernel_reasons:
         what = {"on": "forward and backward pass"}.get(plan.config.kernels.cuda_graph, "none")
@@ -79,6 +84,8 @@ def _describe_attention(plan: Plan, mesh: Mesh, execution: Execution) -> tuple[s
         attention = "SDPA with a bias", "ALiBi needs one"
     elif config.sliding_window is not None:
         attention = "SDPA with a bias", "layers with a sliding window need one"
+    elif config.multi_latent_attention:
+        attention = "SDPA", "causal, no bias; torch's flash kernel needs values as wide as keys"
     else:
         attention = "SDPA", "causal, no bias; torch uses its fused kernel where it has one"
     if config.attention_dropout > 0 and not execution.draws_by_kernel:

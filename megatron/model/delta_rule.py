@@ -43,8 +43,11 @@ def number_tokens(documents: Documents, device: torch.device) -> tuple[Tensor, T
         lengths = torch.tensor([stop - start for start, stop in pairwise(bounds)])
         number = torch.arange(len(lengths)).repeat_interleave(lengths)
         rows.append((number, torch.arange(bounds[-1]) - torch.tensor(bounds)[number]))
-    numbers, ages = (torch.stack(each).to(device) for each in zip(*rows, strict=True))
-    return numbers, ages
+    numbers, ages = (torch.stack(each) for each in zip(*rows, strict=True))
+    if device.type == "cuda":
+        # The host would wait for a copy from memory that is not pinned.
+        numbers, ages = numbers.pin_memory(), ages.pin_memory()
+    return numbers.to(device, non_blocking=True), ages.to(device, non_blocking=True)
 
 
 def convolve(
@@ -66,6 +69,8 @@ def convolve(
     if before is None:
         before = x.new_zeros(kernel - 1, *x.shape[1:])
     tokens = torch.cat((before, x)).to(wide)
+    # torch's convolution cannot leave out the tokens of another document. So shifted tokens are
+    # added up, each with the weight of its distance.
     taps = weight.to(wide).unbind(1)
     out = x * taps[-1]
     for back in range(1, kernel):
@@ -136,6 +141,7 @@ def apply_delta_rule(
     solved = torch.linalg.solve_triangular(
         beta.unsqueeze(-1) * (key @ transposed) * decay, right, upper=False, unitriangular=True
     )
+    # What the tokens write if the state is 0, and what the state changes about it.
     own, of_state = solved.split((value.shape[-1], width), -1)
     written = (to_end.unsqueeze(-1) * key).transpose(-1, -2)
     if state is None:
@@ -143,12 +149,16 @@ def apply_delta_rule(
     else:
         now = state.to(wide).unflatten(1, grouped)
     states, news = [], []
-    kept = from_state[..., -1]
-    for chunk in range(own.shape[3]):
-        new = own[..., chunk, :, :] - of_state[..., chunk, :, :] @ now
+    # Only this loop goes from chunk to chunk. The rest is computed for all chunks at once.
+    # The gradient of an index has the size of all chunks. That of `unbind` is written once.
+    kept = from_state[..., -1, None, None]
+    chunks = zip(*(each.unbind(3) for each in (own, of_state, kept, written)), strict=True)
+    # Only this loop goes from chunk to chunk. The rest is computed for all chunks at once.
+    for in_chunk, of_now, left, adds in chunks:
+        new = in_chunk - of_now @ now
         states.append(now)
         news.append(new)
-        now = kept[..., chunk, None, None] * now + written[..., chunk, :, :] @ new
+        now = left * now + adds @ new
     out = (from_state.unsqueeze(-1) * query) @ torch.stack(states, 3)
     out = out + ((query @ transposed) * decay) @ torch.stack(news, 3)
     return out.flatten(3, 4)[..., :length, :].flatten(1, 2), now.flatten(1, 2)

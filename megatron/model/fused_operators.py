@@ -139,5 +139,7 @@ class FusedOperators:
     loss: LossKernels | None = None
     drop: Drop | None = None
     sinks: SinkAttention | None = None
+    delta_rule: Callable[..., tuple[Tensor, Tensor]] | None = None
+    """Has the arguments and the results of `delta_rule.apply_delta_rule`."""
     build_adamw: Callable[..., Any] | None = None
     """Takes the arguments of `AdamW`, which is in a higher layer, and returns a subclass of it."""

@@ -1,6 +1,9 @@
 """The gated delta rule against its recurrent formula, and the layer against transformers'."""
 
 import itertools
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,12 +12,16 @@ import torch.nn.functional as F
 from model.builders import build, some_tokens, tiny_config
 from torch import Tensor
 
+from megatron.extras.step.kernels.delta_rule import DeltaRuleKernel
+from megatron.model import gated_delta_net
 from megatron.model.delta_rule import apply_delta_rule, convolve
 from megatron.model.gated_delta_net import GatedDeltaNet
 from megatron.model.gpt import GPT
 from megatron.model.inputs import START, Documents, Inputs
 from megatron.model.key_value_cache import KeyValueCache
+from megatron.model.layer_parts import ATTENTIONS
 from megatron.model.positions import Positions
+from megatron.model.shape import ModelShape
 
 LENGTHS = (1, 3, 63, 64, 65, 200)
 # Documents of one token, at the borders of chunks and inside of them.
@@ -101,6 +108,53 @@ def test_the_rule_in_chunks_is_the_recurrence(length: int, divided: bool) -> Non
     assert float((narrow - expected).detach().abs().max() / expected.detach().abs().max()) < 1e-5
 
 
+def stand_in(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute what the function of fla-core says of itself. Tensors are [b, s, heads, ...]."""
+    assert scale == 1.0
+    assert output_final_state
+    assert {x.dtype for x in (query, key, value)} == {torch.bfloat16}
+    assert cu_seqlens is None or (len(query) == 1 and cu_seqlens.dtype == torch.int64)
+    query, key, value, g, beta = (x.transpose(1, 2).double() for x in (query, key, value, g, beta))
+    if cu_seqlens is None:
+        out, last = apply_delta_rule(query, key, value, g, beta, state=initial_state)
+        return out.transpose(1, 2), last
+    parts = []
+    for start, stop in itertools.pairwise(cu_seqlens.tolist()):
+        own = slice(start, stop)
+        q, k, v, decay, rate = (x[:, :, own] for x in (query, key, value, g, beta))
+        parts.append(apply_delta_rule(q, k, v, decay, rate))
+    return torch.cat([out for out, _ in parts], 2).transpose(1, 2), torch.cat([s for _, s in parts])
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_the_kernel_of_a_gpu_gets_what_it_reads(
+    divided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not installed here. A function with its arguments shows how it is called."""
+    monkeypatch.setitem(
+        sys.modules, "fla.ops.gated_delta_rule", SimpleNamespace(chunk_gated_delta_rule=stand_in)
+    )
+    # What 16 bits hold, so that both read the same values.
+    query, key, value, decay, beta = (x.detach().bfloat16().double() for x in draw(200))
+    documents = make_documents(200) if divided else None
+    compute = DeltaRuleKernel(in_bf16=True)
+    found = compute(query, key, value, decay, beta, documents)
+    expected = apply_delta_rule(query, key, value, decay, beta, documents)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
 def test_the_state_goes_on_where_it_was() -> None:
     inputs = draw(200)
     whole, state = apply_delta_rule(*inputs)
@@ -182,8 +236,73 @@ def test_cached_tokens_have_the_outputs_of_the_whole_sequence() -> None:
             torch.testing.assert_close(found[-1], wanted, rtol=1e-5, atol=1e-5)
 
 
+def gate_by_sigmoid(patch: pytest.MonkeyPatch) -> None:
+    def forward(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
+        rstd = (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+        return x * rstd * norm.weight * gate.sigmoid()
+
+    patch.setattr(gated_delta_net.GatedRMSNorm, "forward", forward)
+
+
+def keep_lengths(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(gated_delta_net, "normalise_length", lambda x: x)
+
+
+def read_later_tokens(patch: pytest.MonkeyPatch) -> None:
+    def convolve_reversed(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        return convolve(x, weight.flip(1), *others)
+
+    patch.setattr(gated_delta_net, "convolve", convolve_reversed)
+
+
+def leave_out_scale(patch: pytest.MonkeyPatch) -> None:
+    def compute(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        # The norm would remove the same factor of all tokens, apart from its epsilon.
+        return apply_delta_rule(query * query.shape[3] ** 0.5, *others)
+
+    patch.setattr(gated_delta_net, "apply_delta_rule", compute)
+
+
+def write_before_the_decay(patch: pytest.MonkeyPatch) -> None:
+    def compute(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, *others: Any) -> Any:
+        return apply_delta_rule(q, k, v, F.pad(decay[..., 1:], (0, 1)), *others)
+
+    patch.setattr(gated_delta_net, "apply_delta_rule", compute)
+
+
+FORMULA_ERRORS = (
+    gate_by_sigmoid,
+    keep_lengths,
+    read_later_tokens,
+    leave_out_scale,
+    write_before_the_decay,
+)
+
+
 @pytest.mark.parametrize("negative", [False, True])
 def test_the_layer_is_that_of_transformers(negative: bool) -> None:
+    assert max(compare_with_transformers(negative=negative)) < 1e-5
+
+
+@pytest.mark.parametrize("plant", FORMULA_ERRORS)
+def test_an_error_of_the_formula_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    assert max(compare_with_transformers(negative=False)) > 1e-3
+
+
+def test_weight_decay_and_muon_have_the_projections_only() -> None:
+    """Muon updates the matrices that decay."""
+    shape = ModelShape(tiny_config(**HYBRID), 101, 101)
+    specs = ATTENTIONS.require("gated_delta_net").list_parameters(shape, 1, 0)
+    decaying = {name for name, spec in specs.items() if spec.decays}
+    parts = ("query", "key", "value", "gate", "beta", "alpha", "out")
+    assert decaying == {f"{part}.weight" for part in parts}
+
+
+def compare_with_transformers(*, negative: bool) -> list[float]:
+    """Return the relative difference of the outputs, and of the gradient of each parameter."""
     olmo: Any = pytest.importorskip("transformers.models.olmo_hybrid.modeling_olmo_hybrid")
     config = olmo.OlmoHybridConfig(
         hidden_size=32,
@@ -220,12 +339,11 @@ def test_the_layer_is_that_of_transformers(negative: bool) -> None:
     expected = theirs(x)
     expected = expected[0] if isinstance(expected, tuple) else expected
     found = ours(x.transpose(0, 1), Positions(), START).transpose(0, 1)
-    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-5
+    pairs_of_results = [(found.detach(), expected.detach())]
     weight = torch.randn(expected.shape, generator=generator)
     for out in (found, expected):
         (out * weight).sum().backward()
     joined = torch.cat([each.grad for each in convolutions if each.grad is not None])
-    gradients = [(their.grad, our.grad) for their, our in pairs]
-    gradients.append((theirs.conv1d.weight.grad.squeeze(1), joined))
-    for their, our in gradients:
-        assert float((our - their).abs().max() / their.abs().max()) < 1e-5
+    pairs_of_results += [(our.grad, their.grad) for their, our in pairs]
+    pairs_of_results.append((joined, theirs.conv1d.weight.grad.squeeze(1)))
+    return [float((a - b).abs().max() / b.abs().max()) for a, b in pairs_of_results]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from verify.context_mutations import CONTEXT_MUTATIONS
+from verify.delta_net_mutations import DELTA_NET_MUTATIONS
 from verify.dropout_mutations import DROPOUT_MUTATIONS
 from verify.expert_mutations import EXPERT_MUTATIONS
 from verify.float8_mutations import FLOAT8_MUTATIONS
@@ -816,6 +817,7 @@ MUTATIONS = [
     *FLOAT8_MUTATIONS,
     *HIDDEN_MUTATIONS,
     *SINK_MUTATIONS,
+    *DELTA_NET_MUTATIONS,
     *MUSEUM_MUTATIONS,
     *ROW_MUTATIONS,
 ]

@@ -43,6 +43,8 @@ def add_kernels(kind: EngineKind) -> EngineKind:
                 )
             if model.softmax_type != "vanilla":
                 options["operators"] = add_sinks(options.get("operators"))
+            if device_type == "cuda" and find_delta_rule(plan):
+                options["operators"] = add_delta_rule(plan, options.get("operators"))
             engine: Engine = build(plan, *arguments, **options)
             return engine
 
@@ -89,6 +91,24 @@ def add_sinks(operators: FusedOperators | None = None) -> FusedOperators:
     from megatron.model.fused_operators import FusedOperators
 
     return replace(operators or FusedOperators(), sinks=SinkKernels())
+
+
+def find_delta_rule(plan: Plan) -> bool:
+    """Return whether the model has the gated delta rule in 16 bits, and fla-core is installed."""
+    config = plan.config
+    if config.model.experimental_attention_variant != "gated_delta_net":
+        return False
+    in_16_bits = config.precision.bf16 or config.precision.fp16
+    return in_16_bits and importlib.util.find_spec("fla") is not None
+
+
+def add_delta_rule(plan: Plan, operators: FusedOperators | None = None) -> FusedOperators:
+    """Return kernels with that of the gated delta rule."""
+    from megatron.extras.step.kernels.delta_rule import DeltaRuleKernel
+    from megatron.model.fused_operators import FusedOperators
+
+    kernel = DeltaRuleKernel(in_bf16=plan.config.precision.bf16)
+    return replace(operators or FusedOperators(), delta_rule=kernel)
 
 
 def find_kernel_obstacle(device_type: str) -> str:
