@@ -69,6 +69,8 @@ def convolve(
     if before is None:
         before = x.new_zeros(kernel - 1, *x.shape[1:])
     tokens = torch.cat((before, x)).to(wide)
+    # torch's convolution cannot leave out the tokens of another document. So shifted tokens are
+    # added up, each with the weight of its distance.
     taps = weight.to(wide).unbind(1)
     out = x * taps[-1]
     for back in range(1, kernel):
@@ -139,6 +141,7 @@ def apply_delta_rule(
     solved = torch.linalg.solve_triangular(
         beta.unsqueeze(-1) * (key @ transposed) * decay, right, upper=False, unitriangular=True
     )
+    # What the tokens write if the state is 0, and what the state changes about it.
     own, of_state = solved.split((value.shape[-1], width), -1)
     written = (to_end.unsqueeze(-1) * key).transpose(-1, -2)
     if state is None:
@@ -146,14 +149,13 @@ def apply_delta_rule(
     else:
         now = state.to(wide).unflatten(1, grouped)
     states, news = [], []
-    # The gradient of an index has the size of all chunks. That of `unbind` is written once.
-    kept = from_state[..., -1, None, None]
-    chunks = zip(*(each.unbind(3) for each in (own, of_state, kept, written)), strict=True)
-    for in_chunk, of_now, left, adds in chunks:
-        new = in_chunk - of_now @ now
+    kept = from_state[..., -1]
+    # Only this loop goes from chunk to chunk. The rest is computed for all chunks at once.
+    for chunk in range(own.shape[3]):
+        new = own[..., chunk, :, :] - of_state[..., chunk, :, :] @ now
         states.append(now)
         news.append(new)
-        now = left * now + adds @ new
+        now = kept[..., chunk, None, None] * now + written[..., chunk, :, :] @ new
     out = (from_state.unsqueeze(-1) * query) @ torch.stack(states, 3)
     out = out + ((query @ transposed) * decay) @ torch.stack(news, 3)
     return out.flatten(3, 4)[..., :length, :].flatten(1, 2), now.flatten(1, 2)

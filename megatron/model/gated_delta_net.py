@@ -102,6 +102,7 @@ class GatedDeltaNet(nn.Module):
         self.query_convolution = make_sharded(specs["query_convolution"], tp)
         self.key_convolution = make_sharded(specs["key_convolution"], tp)
         self.value_convolution = make_sharded(specs["value_convolution"], tp)
+        # Every value head has a decay of its own.
         self.A_log = make_sharded(specs["A_log"], tp)
         self.dt_bias = make_sharded(specs["dt_bias"], tp)
         eps = config.linear_norm_epsilon or config.layernorm_epsilon
@@ -166,6 +167,7 @@ class GatedDeltaNet(nn.Module):
         ]
         if context.size > 1:
             widths = [part.shape[3] for part in parts]
+            # Neighbouring key heads go to one rank, with their value heads, betas and decays.
             sent = torch.cat(parts, 3).permute(1, 2, 0, 3).unflatten(1, (context.size, -1))
             arrived = gather_positions(sent, context).permute(2, 0, 1, 3)
             parts = list(arrived.split(widths, 3))
@@ -190,6 +192,7 @@ class GatedDeltaNet(nn.Module):
                 divided, (self.key_dim, self.key_dim, self.value_dim), strict=True
             )
         )
+        # exp(A_log) and the step are large and small numbers, so 16 bits would lose digits of both.
         beta, alpha = (part.flatten(2).permute(1, 2, 0).to(wide) for part in parts[3:])
         step = F.softplus(alpha + bias.to(wide).unsqueeze(1))
         mixed, state = (self.operators.delta_rule or apply_delta_rule)(

@@ -92,6 +92,7 @@ class KeyValueCache:
         if layer not in self._states:
             size = self._sequences
             self._states[layer] = tuple(x.new_zeros(size, *x.shape[1:]) for x in state)
+        # Prompts of equal length are read together, so a pass has some of the sequences.
         for stored, new in zip(self._states[layer], state, strict=True):
             stored[self._rows] = new
 

@@ -116,6 +116,81 @@ def slow_down(rank: int, places: dict[tuple[int, str], Callable[[], None]]) -> N
     RankProgress.begin_part = begin  # type: ignore[assignment, method-assign]
 
 
+SCALE = float(os.environ.get("HANG_SCALE", 0.2))
+"""Limits and waits of the long run without a hang, as a part of the real ones, with 20 min."""
+SLOW_PLACES = {
+    # Each microbatch is at most 3 times as slow as the slowest one before, and 20 s.
+    (3, "microbatch 1"): 15.0,
+    (4, "microbatch 2"): 60.0,
+    (5, "reduction of gradients"): 170.0,
+    # A log on a file system that does not answer, and another rank waits in its part.
+    (6, ""): 250.0,
+    (8, "optimizer"): 15.0,
+}
+
+
+def be_slow_everywhere(rank: int) -> None:
+    """Let rank 1 be slow in steps, in evaluations, in a save, and in the index of the data."""
+    from megatron.checkpoint import shard_file
+    from megatron.data import indexed_source
+
+    slow_down(
+        rank, {place: functools.partial(be_slow, seconds) for place, seconds in SLOW_PLACES.items()}
+    )
+    if rank == 1:
+        delay(indexed_source.IndexedSource, "prepare", [60.0])
+        delay(shard_file, "write_tensors", [90.0, 200.0])
+        delay(RankProgress, "begin_step", [40.0, 100.0], "evaluation")
+
+
+def be_slow(seconds: float) -> None:
+    """Wait for a time in which the process runs. That of one long sleep passes while it is frozen.
+
+    Args:
+        seconds: The time with the real limits.
+    """
+    for _ in range(100):
+        time.sleep(SCALE * seconds / 100)
+
+
+def delay(owner: Any, name: str, times: list[float], kind: str = "") -> None:
+    """Wait after the first calls of a function, or after those for a kind of step."""
+    original = getattr(owner, name)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        result = original(*arguments, **options)
+        if times and kind in str(arguments[1:2]):
+            be_slow(times.pop(0))
+        return result
+
+    setattr(owner, name, call)
+
+
+@FULL
+def test_long_run_without_a_hang_has_no_warning(new_job: NewJob) -> None:
+    constants = {
+        f"{WATCH}PART_SECONDS": SCALE * 20.0,
+        f"{WATCH}PHASE_SECONDS": SCALE * 300.0,
+        f"{WATCH}FIRST_SECONDS": SCALE * 1800.0,
+    }
+    flags = "--train-iters 10 --num-layers 2 --micro-batch-size 1 --log-interval 1"
+    flags += " --eval-interval 5 --eval-iters 2 --split 8,2,0 --save-interval 5"
+    launch = new_job("job", flags, 2).launch(constants=constants, prepare=be_slow_everywhere)
+    for iteration in (2, 7):
+        line = f"iteration        {iteration}/"
+        end = time.monotonic() + SCALE * 1200.0 + 60.0
+        while line not in launch.output() and launch.running():
+            assert time.monotonic() < end, launch.all_output()
+            time.sleep(0.1)
+        with launch.frozen():
+            time.sleep(SCALE * 120.0)
+    end = time.monotonic() + SCALE * 1200.0 + 60.0
+    while launch.running() and time.monotonic() < end:
+        time.sleep(0.1)
+    assert launch.codes() == [0, 0], launch.all_output()
+    assert WARNING not in launch.all_output()
+
+
 @pytest.mark.parametrize(
     "prepare", [compile_slowly, pytest.param(compute_and_write_slowly, marks=FULL)]
 )

@@ -137,10 +137,16 @@ def check_files(job: Job, ranks: set[int]) -> None:
     assert re.search(VERDICT, (folder / "verdict.txt").read_text())
 
 
-def test_killed_rank_is_no_hang(new_job: NewJob) -> None:
-    job = new_job("killed", "--hang-timeout 40 --train-iters 1000000 --num-layers 2", 2)
-    launch = job.launch()
-    launch.wait_for_line("iteration        3/")
+def test_killed_rank_is_no_hang(new_job: NewJob, tmp_path: Path) -> None:
+    reports = tmp_path / "reports"
+    reports.mkdir()
+    job = new_job("killed", f"{GRID} --hang-timeout 40 --train-iters 1000000", 4)
+    # Rank 2 is in no collective. It learns only through the store that a rank has ended.
+    launch = job.launch(
+        constants={"megatron.run.loop.count_step": sleep_in_count_step},
+        environment={FOLDER_VARIABLE: str(reports), VICTIM: "2"},
+    )
+    launch.wait_for(lambda: STARTED in launch.output(2), "a long step of rank 2")
     launch.kill([1])
     start = time.monotonic()
     launch.wait_for(lambda: not launch.running(), "the end")
@@ -150,8 +156,10 @@ def test_killed_rank_is_no_hang(new_job: NewJob) -> None:
     found = re.search(VERDICT, output)
     assert found is not None
     assert found[1].startswith("rank 1 on ")
-    assert "the run hangs" not in output
+    assert "the run hangs:" not in output
     assert "the limit is" not in output
+    # A report would count as a hang of a host.
+    assert read_reports(reports) == ([], [])
     # A save and the first step may take longer, which the start says.
     assert re.search(r"hang limit +\| 40.0 s for a step +\| 6 min 40 s for a save", output)
 

@@ -294,7 +294,7 @@ def test_an_error_of_the_formula_is_found(
 
 def test_weight_decay_and_muon_have_the_projections_only() -> None:
     """Muon updates the matrices that decay."""
-    shape = ModelShape(tiny_config(**HYBRID), 101)
+    shape = ModelShape(tiny_config(**HYBRID), 101, 101)
     specs = ATTENTIONS.require("gated_delta_net").list_parameters(shape, 1, 0)
     decaying = {name for name, spec in specs.items() if spec.decays}
     parts = ("query", "key", "value", "gate", "beta", "alpha", "out")

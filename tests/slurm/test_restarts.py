@@ -45,9 +45,11 @@ def kill_rank(tiny: TinyRun, job: str, node: str, number: int = signal.SIGKILL) 
     os.kill(tiny.pids(job, node)[0], number)
 
 
-def test_restart_is_about_as_fast_as_a_start(tiny: TinyRun) -> None:
-    """A rank is killed twice. Each time the next step comes within 1.5 times a plain start."""
-    job = tiny.submit(TRAIN_SAMPLES="1600", EXIT_INTERVAL="100000")
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_restart_is_about_as_fast_as_a_start(ranks: int, tiny: TinyRun) -> None:
+    """A rank is killed twice. Each time the next step comes within 1.2 times a plain start."""
+    tasks = f"--ntasks-per-node={ranks // 2}"
+    job = tiny.submit(tasks, TRAIN_SAMPLES="1600", EXIT_INTERVAL="100000")
     seconds = []
     for number in (1, 2):
         tiny.wait_for_line(SAVED, 2 * number)
@@ -64,7 +66,7 @@ def test_restart_is_about_as_fast_as_a_start(tiny: TinyRun) -> None:
     start, *_ = tiny.attempts()
     first = datetime.fromisoformat(read_metrics(metrics)[0]["time"]).timestamp() - start["began"]
     print(f"plain start {first:.1f} s, from the kill to the next step {seconds}")
-    assert max(seconds) < 1.5 * first
+    assert max(seconds) < 1.2 * first
     check_records(tiny, 104)
     assert [attempt["is_restart"] for attempt in tiny.attempts()] == [False, True, True]
     assert len(read_chronicle(tiny, "restart")) == 2
@@ -124,6 +126,7 @@ def test_spare_node_replaces_a_lost_one(tiny: TinyRun) -> None:
         EXIT_INTERVAL="100000",
     )
     tiny.wait_for_line(SAVED, 1)
+    tiny.wait_for_line("the spare node n3 has read the environment and 1 files of the index")
     tiny.cluster.run("scontrol", "update", "nodename=n2", "state=down", "reason=test")
     tiny.wait_for_line("successfully loaded checkpoint")
     assert tiny.pids(job, "n3") != []

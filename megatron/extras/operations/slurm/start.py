@@ -24,6 +24,7 @@ from megatron.extras.operations.slurm import client, node_report
 from megatron.extras.operations.slurm.client import Allocation, Signals, log, run_step
 from megatron.extras.operations.slurm.exclusion import HostExclusion
 from megatron.extras.operations.slurm.node_report import NodeLimits
+from megatron.extras.operations.slurm.warm_up import warm_spares
 from megatron.observe.log_line import format_training_complete_line
 
 
@@ -225,7 +226,9 @@ class TrainingStarts:
             end = self._check_nodes(self._task.nodes)
             if end is not None:
                 return end
-        return self._train(restart)
+        task = self._task
+        with warm_spares(self.allocation, task.srun, task.command, task.main_log):
+            return self._train(restart)
 
     def _check_nodes(self, limits: node_report.NodeLimits) -> StartEnd | None:
         """Check all nodes that are not known to be bad, spares included.

@@ -323,6 +323,7 @@ def _reduce_delta_nets(plan: Plan, grid: Grid) -> Values:
     return {
         "model.linear_num_key_heads": keys,
         "model.linear_num_value_heads": keys * copies,
+        # Two widths, so that taking one for the other is found.
         "model.linear_key_head_dim": 2 * HEAD,
         "model.linear_value_head_dim": HEAD,
         "model.linear_norm_epsilon": ENLARGED_NORM_EPSILON,

@@ -42,6 +42,7 @@ def _mix(
         total = torch.zeros_like(x)
         for back in range(weight.shape[1]):
             earlier = F.pad(x, (0, 0, 0, 0, back, 0))[:length]
+            # Tokens before the sample have the number -1, which no document has.
             same = F.pad(number, (0, 0, back, 0), value=-1)[:length] == number
             total = total + same.unsqueeze(2) * earlier * weight[:, -1 - back]
         found = F.silu(total).unflatten(2, (-1, width))
@@ -58,6 +59,7 @@ def _mix(
     for now in range(length):
         kept = decay[now] * (number[now] == number[max(0, now - 1)]).unsqueeze(1)
         state = kept[..., None, None] * state
+        # The state answers the key with the value that it has stored for it.
         error = value[now] - (key[now].unsqueeze(3) * state).sum(2)
         state = state + key[now].unsqueeze(3) * (beta[now].unsqueeze(2) * error).unsqueeze(2)
         found.append((query[now].unsqueeze(3) * state).sum(2) / layer.key_dim**0.5)

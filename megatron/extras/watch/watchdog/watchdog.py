@@ -30,7 +30,7 @@ import torch.distributed as dist
 from megatron.base import exit_codes
 from megatron.base.durable import replace_file
 from megatron.base.errors import HungRanksError, LostRanksError
-from megatron.base.plain_text import print_line
+from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.extras.watch.watchdog.hang_verdict import describe_states, find_odd_ranks
 from megatron.extras.watch.watchdog.stopwatch import Stopwatch, is_compiling
 from megatron.parallel.messages import OutOfStepError
@@ -155,6 +155,8 @@ _BEATS = 2.5
 """A rank that publishes nothing in the time of this many heartbeats does not run."""
 _RANKS_PER_BEAT = 4000
 """With more ranks, heartbeats are rarer than one in BEAT_SECONDS, because one store gets all."""
+_HUNG = "roll_call/hung"
+"""The key in the store that is set if no rank has crashed, before the roll is called."""
 FOLDER = "hangs"
 """Folder of the files about hangs, in the folder of `--save`."""
 
@@ -266,8 +268,13 @@ class Watchdog(RollCall):
         if not self._acting.acquire(blocking=False):
             return
         found = Found()
+
+        def call_roll() -> None:
+            self._store.set(_HUNG, "1")
+            self._call(self._describe_self()["at"], found)
+
         # A request to a store whose process hangs never returns.
-        call = call_in_thread(lambda: self._call(self._describe_self()["at"], found))
+        call = call_in_thread(call_roll)
         call.join(self._window)
         if found.reached:
             call.join(self._window)
@@ -381,7 +388,9 @@ class Watchdog(RollCall):
             RuntimeError: The store has ended.
         """
         verdict = None
+        is_hang = False
         try:
+            is_hang = store.check([_HUNG])
             # Without a valid name, this rank uses one of its own.
             self._write_files(read_call_name(store, CALLED) or self._describe_call())
             self._wait_until({FINISHED}, 2 * self._window, store)
@@ -390,7 +399,11 @@ class Watchdog(RollCall):
         finally:
             # The caller has printed the verdict. The launcher reads it from any rank's file.
             message = self._describe_exit()
-            self._report(HungRanksError(verdict or message), message)
+            if is_hang:
+                self._report(HungRanksError(verdict or message), message)
+            else:
+                # A rank has crashed. A report would count as a hang.
+                print_to_stderr(f"{LostRanksError.__name__}: {message}")
             self._end()
 
     def _build_out_of_step_error(self, error: OutOfStepError) -> LostRanksError:
@@ -400,6 +413,7 @@ class Watchdog(RollCall):
             time.sleep(6 * self._window)
             return LostRanksError(self._describe_exit())
         text = self._describe_out_of_step(error)
+        call_in_thread(lambda: self._store.set(_HUNG, "1")).join(self._window)
         self._describe_call()
         self._write_files(self._call_name)
         if self._rank == 0:
