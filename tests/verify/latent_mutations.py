@@ -70,10 +70,6 @@ def change_shared_key(change: Callable[[Any, Any, Any, Any], Any]) -> None:
     wrap(latent_attention, "rotate", make)
 
 
-def leave_shared_key_as_it_is() -> None:
-    change_shared_key(lambda rotate, x, cos, sin: x)
-
-
 def rotate_late_part_as_early_part() -> None:
     def change(rotate: Any, x: Any, cos: Any, sin: Any) -> Any:
         half = len(cos) // 2
@@ -89,36 +85,6 @@ def exchange_values_of_other_heads() -> None:
         return lambda query, key, value, context: exchange(query, key, value.roll(1, 1), context)
 
     wrap(attention_core, "exchange_heads", make)
-
-
-def change_core(change: Callable[[Any, Any, Any, Any], Any]) -> None:
-    """Change queries, keys and values. `change` gets the layer too."""
-    from megatron.model.latent_attention import LatentAttention
-
-    def make(project: Any) -> Any:
-        return lambda layer, *arguments: change(layer, *project(layer, *arguments))
-
-    wrap(LatentAttention, "_project", make)
-
-
-def leave_out_factor_on_logits() -> None:
-    change_core(lambda layer, query, key, value: (query / layer.logit_factor, key, value))
-
-
-def divide_by_plain_width() -> None:
-    def change(layer: Any, query: Any, key: Any, value: Any) -> Any:
-        return query * (layer.head_dim / layer.plain_dim) ** 0.5, key, value
-
-    change_core(change)
-
-
-def take_key_gradient_of_first_head() -> None:
-    def change(layer: Any, query: Any, key: Any, value: Any) -> Any:
-        others = key.clone()
-        others[:, 1:, :, : layer.rotary_dim] = key[:, 1:, :, : layer.rotary_dim].detach()
-        return query, others, value
-
-    change_core(change)
 
 
 def divide_by_parts_of_heads() -> None:
@@ -205,40 +171,6 @@ LATENT_MUTATIONS = [
         divide_by_parts_of_heads,
         caught_by="loss",
         first=FIRST,
-    ),
-    Mutation(
-        "logits lack the factor of the scaled positions",
-        NOT_REPORTED,
-        LATENT,
-        2,
-        leave_out_factor_on_logits,
-        caught_by="loss",
-        first=FIRST,
-    ),
-    Mutation(
-        "logits are divided by the width without positions",
-        NOT_REPORTED,
-        LATENT,
-        2,
-        divide_by_plain_width,
-        caught_by="loss",
-        first=FIRST,
-    ),
-    Mutation(
-        "the key of all heads is not rotated",
-        NOT_REPORTED,
-        LATENT,
-        2,
-        leave_shared_key_as_it_is,
-        caught_by="loss",
-        first=FIRST,
-    ),
-    Mutation(
-        "the rotary key gets the gradient of one head",
-        NOT_REPORTED,
-        LATENT,
-        2,
-        take_key_gradient_of_first_head,
     ),
     Mutation(
         "weight decay applies to norms of latent vectors",
