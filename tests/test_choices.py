@@ -18,7 +18,7 @@ from megatron.config.data import TokenizerConfig
 from megatron.config.fields import all_fields
 from megatron.config.loss import LossConfig
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.parallel import EXCHANGES_HEADS, STRATEGY_STAGES
+from megatron.config.parallel import EXCHANGES_HEADS, IS_WATCHED, STRATEGY_STAGES
 from megatron.config.spike_guard import SpikeGuardConfig
 from megatron.engine import muon
 from megatron.engine.native import build_optimizer
@@ -261,6 +261,7 @@ USES: dict[str, list[Callable[[Any], object]]] = {
         ),
     ],
     "parallel.zero_stage": [lambda value: STAGES[value]],
+    "parallel.hang_timeout": [lambda value: IS_WATCHED[value]],
     "parallel.cp_comm_type": [lambda value: EXCHANGES_HEADS[value]],
     "parallel.sharding_strategy": [
         lambda value: STRATEGY_STAGES[value],

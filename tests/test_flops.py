@@ -144,7 +144,7 @@ def test_matrices_of_layers_are_those_that_muon_updates(more: dict[str, Any]) ->
     assert flops.count_matrix_parameters(shape) == sum(matrices)
 
 
-HYBRID = {
+HYBRID: dict[str, Any] = {
     "num_layers": 3,
     "norm_placement": "output",
     "num_query_groups": 2,

@@ -64,12 +64,22 @@ HEALTHY = {
         "--micro-batch-size 1",
         8,
     ),
+    # The four parts of a sequence that two ranks have are exchanged for heads.
+    "gated delta nets": (
+        "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
+        "--linear-num-key-heads 4 --linear-num-value-heads 8 --tensor-model-parallel-size 2 "
+        "--context-parallel-size 2 --sequence-parallel",
+        8,
+    ),
     # Each copy of the model has a group for Muon.
     "copies": ("--optimizer muon --sharding-strategy hsdp --hsdp-shard-size 2 --num-layers 1", 4),
 }
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.full if "delta" in name else ()) for name in HEALTHY],
+)
 def test_a_healthy_run_is_no_alarm(name: str, typed: Callable[..., Any]) -> None:
     flags, world_size = HEALTHY[name]
     assert typed(check_small, f"{ITERATIONS} {flags}", world_size) == []

@@ -233,6 +233,7 @@ QWEN_LINEAR_MODULES = {
 }
 """Our module or parameter -> theirs, in layers with a gated delta net."""
 OLMO_PACKED = (
+    # A model in memory has one convolution, and published files have three.
     Packed(
         "linear_attn.conv1d",
         {

@@ -32,13 +32,13 @@ _CHUNK = 64
 _Counts = tuple[int, int, int, int, int, int]
 """Bytes for each n d_k, m d_k, m d_v, m C, m d_k d_v / C and n C of a token."""
 KEPT: _Counts = (52, 16, 54, 16, 8, 8)
-"""What the backward pass needs, without the layer's input."""
+"""Bytes that the backward pass needs, without the layer's input."""
 FORWARD: _Counts = (307, 49, 246, 52, 38, 17)
-"""What the operators of a forward pass read and write, without the linear layers."""
+"""Bytes that the operators of a forward pass read and write, without the linear layers."""
 BACKWARD: _Counts = (715, 142, 485, 166, 56, 0)
-"""The same of a backward pass."""
+"""Bytes that those of a backward pass read and write."""
 _NORM = 22
-"""Of `KEPT`, bytes for each m d_v that the output norm and the next product keep."""
+"""Bytes of `KEPT` for each m d_v that the output norm and the next product keep."""
 _KERNELS = ((85, 5), (160, 11))
 """Kernels of the forward and of the backward pass: for any length, and for each chunk."""
 
@@ -97,6 +97,7 @@ class _DeltaNetTimes(LayerTimes):
     def __init__(self, *arguments: Any) -> None:
         """Take what determines the times. See `LayerTimes`."""
         super().__init__(*arguments)
+        # A rank has complete heads.
         self._sizes = get_sizes(self._shape, self._layout.tensor)
         # No norms, rotations and copies of queries and keys.
         self._q = self._k = self._v = 0
@@ -114,11 +115,13 @@ class _DeltaNetTimes(LayerTimes):
     def _list_entries(self) -> list[list[Gemm]]:
         """See `LayerTimes`."""
         products = self._list_projections()
+        # The last product leaves the MLP. Layers with experts have times of their own for entries.
         number = len(self._sizes.parts)
         return [products[:number], products[number + 1 : -1]]
 
     def _estimate_core(self, window: int | None) -> Passes:
         """Estimate convolution, delta rule and output norm."""
+        # The state passes through the chunks of a sample one after the other.
         chunks = -(-self._length // _CHUNK)
         products = self._sizes.list_products(self._tokens // _CHUNK or 1)
         gradients = [each for product in products for each in product.derive_backward()]
@@ -189,6 +192,7 @@ class _DeltaNetTensors(LayerTensors):
         yield self._dropped + self._gathered, self._mask
         yield self._q, 0.0
         yield weight[0], weight[1] + self._dropped + self._gathered
+        # The norm is computed in fp32, and its result is rounded for the product.
         # The gradients of the norm's input and of the gate are in fp32.
         wide = 4 * self._q / self.value
         yield 2 * wide, self._context_copies + self._q
@@ -197,9 +201,11 @@ class _DeltaNetTensors(LayerTensors):
     def _list_core_steps(self) -> Iterable[tuple[float, float]]:
         """Yield the steps from the gradient of the delta rule's result to the projections."""
         if self._selective:
+            # What was dropped is computed again.
             yield self._core, 0.0
         # The gradients of scores and states exist beside them for a while.
         yield self._core / 3, self._core / 3
+        # The gradient of the result is in fp32, and those of the projections are not.
         wide = 4 * self._q / self.value
         yield 2 * self._k, self._core + self._projected + wide
 

@@ -9,10 +9,10 @@ feed-forward size, a heads of width d, g query groups, q = a d and k = g d width
 keys, v padded vocabulary, t tensor-parallel size. All results are bytes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Literal, cast
 
 from megatron.config.model import MLPKind
 from megatron.config.table import Table
@@ -113,7 +113,7 @@ def measure_tensors(
     holds_outside: bool | None = None,
     windowed: bool = False,
     mlp: MLPKind = "dense",
-    kind: "type[LayerTensors] | None" = None,
+    kind: "Callable[..., LayerTensors] | None" = None,
 ) -> TensorSizes:
     """Return the sizes of the tensors of one microbatch.
 
@@ -144,8 +144,9 @@ def measure_tensors(
     )
     if holds_outside is None:
         holds_outside = holds
-    kind = kind or MLP_TENSORS.require(mlp)
-    return _measure(shape, key, software, holds, holds_outside, windowed, kind)
+    # A class can be a part of the cache's key, which mypy does not see.
+    of_layer = cast(Hashable, kind or MLP_TENSORS.require(mlp))
+    return _measure(shape, key, software, holds, holds_outside, windowed, of_layer)
 
 
 @lru_cache(maxsize=4096)
@@ -156,7 +157,7 @@ def _measure(
     holds: bool,
     holds_outside: bool,
     windowed: bool,
-    kind: "type[LayerTensors]",
+    kind: "Callable[..., LayerTensors]",
 ) -> TensorSizes:
     tensors = kind(shape, layout, software, holds, holds_outside, windowed)
     first = kind(shape, layout, software, holds, holds_outside, windowed, starts=True)
@@ -262,15 +263,15 @@ class LayerTensors:
         # Several ranks share a query group if there are fewer groups than ranks.
         groups = max(1, shape.query_groups // layout.tensor)
         per_value = self.value * self._tokens
-        self._q = per_value * self._heads * shape.head_dim
-        self._k = per_value * groups * shape.head_dim
+        self._q: float = per_value * self._heads * shape.head_dim
+        self._k: float = per_value * groups * shape.head_dim
         self._v = per_value * groups * shape.value_dim
         self._qkv = self._q + self._k + self._v
         """Queries, keys and values."""
         self._result = per_value * self._heads * shape.value_dim
         """What the attention core returns."""
         self._f = per_value * shape.ffn_hidden_size // layout.tensor
-        self._gate = self._q * config.attention_output_gate
+        self._gate: float = self._q * config.attention_output_gate
         self._layout = layout
         self.whole = per_value * config.hidden_size
         """Hidden states of all tokens."""
@@ -660,7 +661,7 @@ class LayerTensors:
         if self._kernel == "none":
             # Gradients of the probabilities and of the logits.
             square = self._heads * self._tokens * self._config.seq_length
-            both = 2 * 4 * square
+            both: float = 2 * 4 * square
             if self._in_single_block:
                 # The product freed its input before, which is what dropout made of them.
                 both -= self.value * square
