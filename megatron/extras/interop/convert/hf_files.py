@@ -83,6 +83,7 @@ class HfTensors:
         weight = scales.removesuffix(fp8_blocks.SCALES)
         kinds = self._dtypes.get(weight), self._dtypes[scales]
         shape = self.shapes.get(weight, ())
+        # A scale of another form would be applied wrongly, so the dtype is refused later.
         fits = len(shape) == 2 and self.shapes[scales] == fp8_blocks.list_scales(shape)
         if fits and kinds == ("F8_E4M3", "F32"):
             del self.shapes[scales]
