@@ -117,7 +117,11 @@ def check_settings(plan: Plan) -> Iterator[Finding]:
 
 
 def check_model(plan: Plan) -> Iterator[Finding]:
-    """Check that the model has no experts and no gated delta nets."""
+    """Check that the model has no experts, no latent attention and no gated delta nets."""
+    if plan.config.model.multi_latent_attention:
+        yield error(
+            "--multi-latent-attention was not compared with DeepSpeed's engine; remove --deepspeed"
+        )
     variant = plan.config.model.experimental_attention_variant
     if variant is not None:
         yield error(
