@@ -84,7 +84,6 @@ KINDS: dict[str, dict[str, str]] = {
     "gated_delta_net": {
         "DeepSpeed": "--experimental-attention-variant gated_delta_net",
         "CUDA graphs": "gated delta nets",
-        "compiled layers": "--experimental-attention-variant gated_delta_net",
         "float8": "--experimental-attention-variant gated_delta_net",
         "muP": "--experimental-attention-variant gated_delta_net",
     },

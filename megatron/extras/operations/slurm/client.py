@@ -283,16 +283,18 @@ def run_step(
     *,
     variables: Mapping[str, str] | None = None,
     timeout: float | None = None,
+    before: Sequence[str] = (),
 ) -> int:
     """Run a step of this job and return its exit code.
 
-    Its output is appended to the main log.
+    Its output is appended to the main log. With `before`, these words start another program, which
+    gets the command of the step.
 
     Raises:
         OperationsError: srun cannot be started.
         subprocess.TimeoutExpired: The step took longer than `timeout` seconds.
     """
-    line = ["srun", *options, sys.executable, *program]
+    line = [*before, "srun", *options, sys.executable, *program]
     folder = find_training_folder()
     environment = {**os.environ, **(variables or {})}
     # In append mode each write goes to the end of the file, because this script writes there too.
