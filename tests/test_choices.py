@@ -18,7 +18,7 @@ from megatron.config.data import TokenizerConfig
 from megatron.config.fields import all_fields
 from megatron.config.loss import LossConfig
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.parallel import EXCHANGES_HEADS, STRATEGY_STAGES
+from megatron.config.parallel import EXCHANGES_HEADS, IS_WATCHED, STRATEGY_STAGES
 from megatron.config.spike_guard import SpikeGuardConfig
 from megatron.engine import muon
 from megatron.engine.native import build_optimizer
@@ -35,7 +35,7 @@ from megatron.extras.watch.trackers.trackers import TRACKERS
 from megatron.model import flops
 from megatron.model.attention_kernels import use_attention_kernels
 from megatron.model.execution import Execution
-from megatron.model.experts.routing import get_span
+from megatron.model.experts.routing import choose_experts, get_span
 from megatron.model.fused_operators import FusedOperators
 from megatron.model.norm import describe_norm
 from megatron.model.shape import ModelShape
@@ -187,9 +187,27 @@ USES: dict[str, list[Callable[[Any], object]]] = {
         use_model("glu_activation"),
         use_shape(measure_activations, "glu_activation"),
     ],
+    "model.moe_router_group_score": [
+        lambda value: choose_experts(
+            torch.zeros(2, 4),
+            tiny_config(
+                num_experts=4,
+                moe_router_num_groups=2,
+                moe_router_group_topk=1,
+                moe_router_group_score=value,
+            ),
+        )
+    ],
     "model.softmax_type": [use_model("softmax_type")],
     "model.experimental_attention_variant": [
         use_model("experimental_attention_variant", linear_attention_freq="2")
+    ],
+    "model.linear_norm_placement": [
+        use_model(
+            "linear_norm_placement",
+            experimental_attention_variant="gated_delta_net",
+            linear_attention_freq="2",
+        )
     ],
     "model.linear_time_step": [
         use_model(
@@ -243,6 +261,7 @@ USES: dict[str, list[Callable[[Any], object]]] = {
         ),
     ],
     "parallel.zero_stage": [lambda value: STAGES[value]],
+    "parallel.hang_timeout": [lambda value: IS_WATCHED[value]],
     "parallel.cp_comm_type": [lambda value: EXCHANGES_HEADS[value]],
     "parallel.sharding_strategy": [
         lambda value: STRATEGY_STAGES[value],

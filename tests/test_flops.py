@@ -122,6 +122,14 @@ def test_counts_equal_those_of_the_built_model():
             "moe_shared_expert_gate": True,
             "add_bias_linear": False,
         },
+        {
+            "num_experts": 6,
+            "attention_output_gate": True,
+            "experimental_attention_variant": "gated_delta_net",
+            "linear_attention_freq": "2",
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
     ],
 )
 def test_matrices_of_layers_are_those_that_muon_updates(more: dict[str, Any]) -> None:
@@ -131,9 +139,45 @@ def test_matrices_of_layers_are_those_that_muon_updates(more: dict[str, Any]) ->
     matrices = [
         parameter.numel()
         for name, parameter in model.named_parameters()
-        if name.startswith("blocks.") and parameter.dim() == 2
+        if name.startswith("blocks.") and parameter.dim() == 2 and not name.endswith("_convolution")
     ]
     assert flops.count_matrix_parameters(shape) == sum(matrices)
+
+
+HYBRID: dict[str, Any] = {
+    "num_layers": 3,
+    "norm_placement": "output",
+    "num_query_groups": 2,
+    "attention_output_gate": True,
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": "3",
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 7,
+    "linear_norm_placement": "input",
+}
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_counts_of_a_hybrid_equal_those_of_the_built_model(tensor: int) -> None:
+    shape = shaped(dataclasses.replace(GPT2, **HYBRID))
+    built = count_built_parameters(shape, TensorParallel(size=tensor))
+    counts = (3,), None, 1, (2,)
+    assert flops.count_stage_parameters(shape, tensor, *counts) == (built,)
+
+
+def test_flops_of_a_hybrid_by_formula() -> None:
+    """The state of a head has 5 x 7 numbers, and a token uses each in three products."""
+    shape = shaped(dataclasses.replace(GPT2, **HYBRID))
+    h, s = shape.config.hidden_size, shape.config.seq_length
+    # Queries, keys, values, gate, beta, alpha and the output projection.
+    delta_net = h * (2 * 2 * 5 + 3 * 6 * 7 + 2 * 6)
+    # Queries, gate, output projection, and two groups of keys and values.
+    q = shape.config.num_attention_heads * shape.head_dim
+    attention = h * (3 * q + 2 * 2 * shape.head_dim)
+    expected = 2 * (2 * delta_net + attention + 3 * 8 * h * h) + 2 * 3 * 2 * 6 * 5 * 7 + 4 * s * q
+    assert flops.count_forward_flops_per_token(shape)[0] == expected
 
 
 def test_counts_of_each_part_equal_those_of_the_built_model():

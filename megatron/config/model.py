@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megatron.config.interval import AT_LEAST_ONE, POSITIVE, PROBABILITY, Range
+from megatron.config.interval import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, PROBABILITY, Range
 
 PositionEmbedding = Literal["absolute", "rotary", "alibi"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
@@ -13,11 +13,12 @@ QKNorm = Literal["head", "full"]
 NormPlacement = Literal["input", "output"]
 RopeScaling = Literal["linear", "llama3", "yarn"]
 RouterScore = Literal["softmax", "sigmoid"]
+GroupScore = Literal["sum", "max"]
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 Parametrization = Literal["standard", "mup", "completep"]
 AttentionVariant = Literal["gated_delta_net"]
 TimeStep = Literal["one", "log-uniform"]
-AttentionKind = Literal["dot_product", "gated_delta_net"]
+AttentionKind = Literal["dot_product", "latent", "gated_delta_net"]
 """Kinds of attention. A layer has one of them, whichever flags it follows from."""
 MLPKind = Literal["dense", "experts"]
 DROPOUT_STEPS = 1 << 16
@@ -94,6 +95,9 @@ class ModelConfig:
     """Where attention and MLP of a layer have their norms. input: before them, as in
     GPT-2 (pre-norm). output: after them, before the sum with the residual stream, as in OLMo 2
     (https://arxiv.org/abs/2501.00656)."""
+    apply_layernorm_1p: bool = False
+    """Store the weight of a norm minus 1, as in Qwen3-Next. It starts at 0, and 1 is added in fp32.
+    Norms have no weight decay in either form. Not for the output norm of a gated delta net."""
     norm_bias: bool = True
     """Use biases in LayerNorm. RMSNorm has none. Off (--no-norm-bias): LayerNorm has none
     either."""
@@ -130,6 +134,9 @@ class ModelConfig:
     embed_layernorm: bool = False
     """Normalise the word embedding's output, which gives fewer loss spikes at 100B scale. It has
     weights, so it cannot be turned on or off on resume."""
+    attention_output_gate: bool = False
+    """Multiply the result of attention by a sigmoid of a projection of its input
+    (https://arxiv.org/abs/2505.06708), as in Qwen3-Next."""
     hidden_dropout: Annotated[float, PROBABILITY] = 0.1
     """Dropout probability on the residual branches and the embedding. 0 turns it off."""
     softmax_type: SoftmaxType = "vanilla"
@@ -185,8 +192,10 @@ class ModelConfig:
     """Divide the experts into this many groups. A token uses only experts of its best groups.
     Default: no groups."""
     moe_router_group_topk: Annotated[int | None, AT_LEAST_ONE] = None
-    """Groups that a token may use. A group is as good as the sum of its best experts, of which
-    there are --moe-router-topk / this number."""
+    """Groups that a token may use. See --moe-router-group-score."""
+    moe_router_group_score: GroupScore = "sum"
+    """How good a group is. sum: as its best experts together, of which there are --moe-router-topk
+    / --moe-router-group-topk (DeepSeek-V3). max: as its best expert (DeepSeek-V2)."""
     moe_router_enable_expert_bias: bool = False
     """Balance the experts by a bias on the scores that choose them, which is no part of their
     weights (https://arxiv.org/abs/2408.15664). Needs sigmoid."""
@@ -195,6 +204,31 @@ class ModelConfig:
     moe_shared_expert_gate: bool = False
     """Multiply the output of the shared expert by a sigmoid of its input (Qwen 2 MoE)."""
 
+    multi_latent_attention: bool = False
+    """Compute keys and values from a small latent vector of each token, as in DeepSeek-V2
+    (https://arxiv.org/abs/2405.04434, section 2.1). Each head has keys of --qk-head-dim channels
+    without positions, and shares --qk-pos-emb-head-dim rotary ones with all others."""
+    q_lora_rank: Annotated[int | None, Range("[1, 1e9]")] = None
+    """Latent attention: width of the latent vector of queries. Default: queries are computed from
+    the residual stream."""
+    kv_lora_rank: Annotated[int, Range("[1, 1e9]")] = 32
+    """Latent attention: width of the latent vector of keys and values. DeepSeek-V3 has 512."""
+    qk_head_dim: Annotated[int, Range("[1, 1e9]")] = 128
+    """Latent attention: channels of a query and a key without positions. Hugging Face's
+    qk_nope_head_dim. Its qk_head_dim is the sum with the rotary channels."""
+    qk_pos_emb_head_dim: Annotated[int, Range("[1, 1e9]")] = 64
+    """Latent attention: rotary channels of a query and a key, an even number."""
+    v_head_dim: Annotated[int, Range("[1, 1e9]")] = 128
+    """Latent attention: channels of a value."""
+    latent_norm_epsilon: Annotated[float | None, POSITIVE] = None
+    """Latent attention: added to the mean square in the norms of latent vectors. Hugging Face's
+    classes have 1e-6 for any model. Default: --layernorm-epsilon."""
+    mscale: Annotated[float, NOT_NEGATIVE] = 1.0
+    """Latent attention with yarn: rotated queries and keys are multiplied by (0.1 m ln(factor) + 1)
+    / (0.1 a ln(factor) + 1) for this m, and a of --mscale-all-dim."""
+    mscale_all_dim: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Latent attention with yarn: logits are multiplied by the square of 0.1 a ln(factor) + 1 for
+    this a. DeepSeek-V3 has 1 for both."""
     experimental_attention_variant: AttentionVariant | None = None
     """What the layers of --linear-attention-freq have in place of attention. gated_delta_net: a
     recurrent state of fixed size (https://arxiv.org/abs/2412.06464), as in Qwen3-Next and
@@ -218,6 +252,9 @@ class ModelConfig:
     linear_norm_epsilon: Annotated[float | None, POSITIVE] = None
     """Gated delta net: added to the mean square in its output norm. Default:
     --layernorm-epsilon."""
+    linear_norm_placement: NormPlacement | None = None
+    """Gated delta net: where the norms of its layers are, see --norm-placement. Olmo-Hybrid has
+    input here and output in its layers with attention. Default: --norm-placement."""
     linear_time_step: TimeStep = "one"
     """Gated delta net: initial values of dt_bias. one: 1, as in Qwen3-Next. log-uniform: steps from
     0.001 to 0.1, as in Mamba (https://arxiv.org/abs/2312.00752) and Olmo-Hybrid."""
@@ -226,6 +263,11 @@ class ModelConfig:
     def has_dropout(self) -> bool:
         """Whether training drops anything."""
         return max(self.hidden_dropout, self.attention_dropout) > 0
+
+    @property
+    def has_norms_first(self) -> bool:
+        """Whether some layers have their norms before attention and MLP."""
+        return "input" in (self.norm_placement, self.linear_norm_placement)
 
     @property
     def activation_name(self) -> Activation | GLU:

@@ -14,6 +14,9 @@ STRATEGY_STAGES = {"fsdp": 3, "hsdp": 3, "ddp": 0}
 EXCHANGES_HEADS = {"allgather": False, "a2a": True}
 """Value of --cp-comm-type -> whether context-parallel ranks exchange positions for heads."""
 
+IS_WATCHED = {"auto": True, "off": False}
+"""Value of `--hang-timeout` that is no number -> whether there is a watchdog."""
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -75,8 +78,8 @@ class ParallelConfig:
     distributed_timeout_minutes: Annotated[float, POSITIVE] = 10.0
     """Minutes after which ranks that wait for an unresponsive rank end the run and name that rank
     (gloo). With nccl its watchdog ends the run. Reading and writing of files may take longer. With
-    --hang-timeout, messages time out only after the longest time that it allows."""
-    hang_timeout: Annotated[float | Literal["auto", "off"] | None, Range("(0, 1e9]")] = "auto"
+    a number for --hang-timeout, messages time out only after the longest time that it allows."""
+    hang_timeout: Annotated[float | Literal["auto", "off"], Range("(0, 1e9]")] = "auto"
     """When a run of several ranks counts as hanging. The ranks that the others wait for are then
     named, with their lines of code, and the run ends with code 1. auto: each part of a step may
     take three times as long as the slowest one of the last 100 steps, and 20 s more; a warning
@@ -100,6 +103,11 @@ class ParallelConfig:
     def hang_seconds(self) -> float | None:
         """The seconds of `--hang-timeout`, if it is a number."""
         return self.hang_timeout if isinstance(self.hang_timeout, float) else None
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a watchdog finds the rank that the others wait for."""
+        return isinstance(self.hang_timeout, float) or IS_WATCHED[self.hang_timeout]
 
     @property
     def exchanges_heads(self) -> bool:

@@ -84,6 +84,8 @@ def _describe_attention(plan: Plan, mesh: Mesh, execution: Execution) -> tuple[s
         attention = "SDPA with a bias", "ALiBi needs one"
     elif config.sliding_window is not None:
         attention = "SDPA with a bias", "layers with a sliding window need one"
+    elif config.multi_latent_attention:
+        attention = "SDPA", "causal, no bias; torch's flash kernel needs values as wide as keys"
     else:
         attention = "SDPA", "causal, no bias; torch uses its fused kernel where it has one"
     if config.attention_dropout > 0 and not execution.draws_by_kernel:

@@ -41,15 +41,18 @@ from megatron.model.packed_attention import attend_packed
 from megatron.model.positions import Positions, rotate
 from megatron.model.shape import LayerDescription, ModelShape
 from megatron.parallel.context import Keys
+from megatron.parallel.entered_linear import apply_entered_linears
 from megatron.parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     SharedGroupsLinear,
-    make_parameter,
+    list_numbers,
+    make_sharded,
     split_evenly,
 )
 from megatron.parallel.mesh import ContextParallel, TensorParallel
 from megatron.parallel.padding import trim_columns
+from megatron.parallel.parameter_spec import Specs
 
 
 def find_largest_attention_logit(
@@ -122,50 +125,25 @@ def _search_piece(query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
     return largest
 
 
-class SelfAttention(nn.Module):
-    """Projection to queries, keys and values, attention, and output projection."""
+class Attention(nn.Module):
+    """Attention of this rank's heads, and the output projection."""
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        layer: LayerDescription,
-        dropout: Dropout,
-        tp: TensorParallel,
-    ) -> None:
-        """Create the projections of this rank's heads.
+    out: RowParallelLinear
+    sink: nn.Parameter | None
+
+    def __init__(self, shape: ModelShape, layer: LayerDescription, dropout: Dropout) -> None:
+        """Take the settings. A subclass creates its projections, and then calls `_add_output`.
 
         Args:
             shape: Sizes of the model.
             layer: The settings that differ between layers.
             dropout: Dropout on the attention probabilities.
-            tp: The tensor-parallel ranks.
         """
         super().__init__()
-        config = shape.config
         self.number = layer.number
         self.rotary = layer.rotary
         self.window = layer.window
-        self.head_dim = shape.head_dim
-        self.query_factor = shape.query_factor
-        specs = ATTENTIONS.require("dot_product").list_parameters(shape, tp.size, tp.rank)
-        self.qkv: ColumnParallelLinear | SharedGroupsLinear
-        if shape.query_groups >= tp.size:
-            self.groups = split_evenly(shape.query_groups, tp)
-            self.heads_per_group = config.num_attention_heads // shape.query_groups
-            self.qkv = ColumnParallelLinear(specs, "qkv", tp)
-        else:
-            # Several ranks share a group, and each has some of its query heads.
-            self.groups = 1
-            self.heads_per_group = split_evenly(config.num_attention_heads, tp)
-            self.qkv = SharedGroupsLinear(specs, "qkv", tp)
-        self.q_norm = build_query_key_norm(config, specs.get("q_norm.weight"), tp)
-        self.k_norm = build_query_key_norm(config, specs.get("k_norm.weight"), tp)
-        self.out = RowParallelLinear(specs, "out", tp)
-        self.has_sink = SOFTMAXES.require(config.softmax_type).has_sink
-        self.sink: nn.Parameter | None = None
-        if "sink" in specs:
-            heads = split_evenly(config.num_attention_heads, tp)
-            self.sink = make_parameter((heads,), specs["sink"])
+        self.has_sink = SOFTMAXES.require(shape.config.softmax_type).has_sink
         self.dropout = dropout
         self.recompute_core = False
         """Whether the backward pass computes the attention core again (selective recomputation)."""
@@ -174,9 +152,17 @@ class SelfAttention(nn.Module):
         self.operators = FusedOperators()
         """The kernels that take the place of PyTorch's operators."""
 
+    def _add_output(self, specs: Specs, tp: TensorParallel) -> None:
+        """Create the output projection and the sinks."""
+        self.out = RowParallelLinear(specs, "out", tp)
+        self.sink = None
+        if "sink" in specs:
+            self.sink = make_sharded(specs["sink"], tp)
+
     def forward(self, x: Tensor, positions: Positions, dropout_key: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h]. With sequence parallelism both are [s/t, b, h]."""
-        query, key, value = self._project(x, positions)
+        projected, gate = self._enter(x)
+        query, key, value = self._project(projected, positions)
         # A mask is a function of its place. Only a kernel that draws its own masks needs the random
         # state of the forward pass again.
         if self.recompute_core and torch.is_grad_enabled():
@@ -193,14 +179,18 @@ class SelfAttention(nn.Module):
         else:
             context = self._compute_core(query, key, value, positions, dropout_key)
         # The output projection reads [s, b, n d/t].
-        return self.out(context.permute(2, 0, 1, 3).flatten(2))
+        attended = context.permute(2, 0, 1, 3).flatten(2)
+        if gate is not None:
+            attended = attended * gate.sigmoid()
+        return self.out(attended)
 
     def find_largest_logit(self, x: Tensor, positions: Positions) -> Tensor:
         """Return the largest logit of this rank's heads on [s, b, h], a scalar in fp32.
 
         See `find_largest_attention_logit`. With sequence parallelism the input is [s/t, b, h].
         """
-        query, key, _ = self._project(x, positions)
+        projected, _ = self._enter(x)
+        query, key, _ = self._project(projected, positions)
         return find_largest_attention_logit(
             query,
             key,
@@ -210,61 +200,17 @@ class SelfAttention(nn.Module):
             positions.context,
         )
 
+    def _enter(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return what `_project` takes, and the logits of the gate, or None."""
+        return x, None
+
     def _project(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
         """Return the inputs of the attention core.
 
         Returns:
-            Queries [b, n/t, s, d], keys and values [b, g/t, s, d].
+            Queries [b, n/t, s, d], keys [b, g/t, s, d] and values [b, g/t, s, width of a value].
         """
-        # If several ranks share a group, read 1 for g/t and n/t for n/g in the shapes below.
-        qkv = self.qkv(x)
-        s, b, _ = qkv.shape
-        queries = self.heads_per_group
-        qkv = trim_columns(qkv, self.groups * (queries + 2) * self.head_dim)
-        qkv = qkv.view(s, b, self.groups, queries + 2, self.head_dim)  # [s, b, g/t, n/g + 2, d]
-        query, key, value = self._divide(qkv, positions)
-        if self.query_factor != 1.0:
-            query = query * self.query_factor
-        # From [s, b, g/t, 1 or n/g, d].
-        query = query.flatten(2, 3).permute(1, 2, 0, 3)
-        key = key.flatten(2, 3).permute(1, 2, 0, 3)
-        return query, key, value.flatten(2, 3).permute(1, 2, 0, 3)
-
-    def _divide(self, qkv: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
-        """Divide the projection into normalised and rotated queries and keys, and values.
-
-        Args:
-            qkv: [s, b, g/t, n/g + 2, d].
-            positions: The tables of positions.
-
-        Returns:
-            Queries [s, b, g/t, n/g, d], keys and values [s, b, g/t, 1, d].
-        """
-        queries = self.heads_per_group
-        turn = None
-        if self.rotary:
-            assert positions.cos is not None, "a rotary layer needs tables"
-            assert positions.sin is not None, "a rotary layer needs tables"
-            if self.operators.rotate_projection is not None:
-                return self.operators.rotate_projection(
-                    qkv, positions.cos, positions.sin, self.q_norm, self.k_norm
-                )
-            turn = partial(rotate, cos=positions.cos, sin=positions.sin)
-        if turn is not None and self.q_norm is None:
-            # Queries and keys are adjacent, so one call rotates both.
-            query_key, value = qkv.split((queries + 1, 1), dim=3)
-            query, key = turn(query_key).split((queries, 1), dim=3)
-            return query, key, value
-        # The backward pass of `split` writes its gradient once. That of a slice would fill a tensor
-        # with zeros for each part, and add them up.
-        query, key, value = qkv.split((queries, 1, 1), dim=3)
-        if self.q_norm is not None and self.k_norm is not None:
-            query = self.q_norm(query)
-            key = self.k_norm(key)
-        if turn is not None:
-            query = turn(query)
-            key = turn(key)
-        return query, key, value
+        raise NotImplementedError
 
     def _select_bias(self, positions: Positions) -> Tensor | None:
         """Return the bias of this layer's logits, [1, 1 or n/t, s, s], or None.
@@ -330,3 +276,118 @@ class SelfAttention(nn.Module):
         if self.has_sink and self.sink is None:
             return query.new_zeros(query.shape[1])
         return self.sink
+
+
+class SelfAttention(Attention):
+    """Projection to queries, keys and values, attention, and output projection."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        layer: LayerDescription,
+        dropout: Dropout,
+        tp: TensorParallel,
+    ) -> None:
+        """Create the projections of this rank's heads.
+
+        Args:
+            shape: Sizes of the model.
+            layer: The settings that differ between layers.
+            dropout: Dropout on the attention probabilities.
+            tp: The tensor-parallel ranks.
+        """
+        super().__init__(shape, layer, dropout)
+        config = shape.config
+        self.head_dim = shape.head_dim
+        self.query_factor = shape.query_factor
+        specs = ATTENTIONS.require("dot_product").list_parameters(shape, tp.size, tp.rank)
+        self.qkv: ColumnParallelLinear | SharedGroupsLinear
+        if shape.query_groups >= tp.size:
+            self.groups = split_evenly(shape.query_groups, tp)
+            self.heads_per_group = config.num_attention_heads // shape.query_groups
+            self.qkv = ColumnParallelLinear(specs, "qkv", tp)
+        else:
+            # Several ranks share a group, and each has some of its query heads.
+            self.groups = 1
+            self.heads_per_group = split_evenly(config.num_attention_heads, tp)
+            self.qkv = SharedGroupsLinear(specs, "qkv", tp)
+        self.q_norm = build_query_key_norm(config, specs.get("q_norm.weight"), tp)
+        self.k_norm = build_query_key_norm(config, specs.get("k_norm.weight"), tp)
+        self.gate: ColumnParallelLinear | None = None
+        if config.attention_output_gate:
+            self.gate = ColumnParallelLinear(specs, "gate", tp)
+        self._add_output(specs, tp)
+
+    def _enter(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the projection to queries, keys and values, and the logits of the gate.
+
+        Both are [s, b, ...]. Without a gate, the second is None.
+        """
+        if self.gate is None:
+            return self.qkv(x), None
+        numbers: list[Tensor] = []
+        if isinstance(self.qkv, SharedGroupsLinear):
+            matrix = self.qkv.join()
+        else:
+            matrix = (self.qkv.weight, self.qkv.bias)
+            numbers = list_numbers(self.qkv, self.gate)
+        # The tensor-parallel region is entered once for both matrices.
+        projected, gate = apply_entered_linears(
+            x,
+            [matrix, (self.gate.weight, self.gate.bias)],
+            self.gate.tp,
+            numbers=numbers,
+            products=self.qkv.products,
+        )
+        return projected, trim_columns(gate, self.gate.weight.shape[0])
+
+    def _project(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Attention`. The projection [s, b, (n/t + 2 g/t) d] may have padding."""
+        # If several ranks share a group, read 1 for g/t and n/t for n/g in the shapes below.
+        s, b, _ = x.shape
+        queries = self.heads_per_group
+        qkv = trim_columns(x, self.groups * (queries + 2) * self.head_dim)
+        qkv = qkv.view(s, b, self.groups, queries + 2, self.head_dim)  # [s, b, g/t, n/g + 2, d]
+        query, key, value = self._divide(qkv, positions)
+        if self.query_factor != 1.0:
+            query = query * self.query_factor
+        # From [s, b, g/t, 1 or n/g, d].
+        query = query.flatten(2, 3).permute(1, 2, 0, 3)
+        key = key.flatten(2, 3).permute(1, 2, 0, 3)
+        return query, key, value.flatten(2, 3).permute(1, 2, 0, 3)
+
+    def _divide(self, qkv: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
+        """Divide the projection into normalised and rotated queries and keys, and values.
+
+        Args:
+            qkv: [s, b, g/t, n/g + 2, d].
+            positions: The tables of positions.
+
+        Returns:
+            Queries [s, b, g/t, n/g, d], keys and values [s, b, g/t, 1, d].
+        """
+        queries = self.heads_per_group
+        turn = None
+        if self.rotary:
+            assert positions.cos is not None, "a rotary layer needs tables"
+            assert positions.sin is not None, "a rotary layer needs tables"
+            if self.operators.rotate_projection is not None:
+                return self.operators.rotate_projection(
+                    qkv, positions.cos, positions.sin, self.q_norm, self.k_norm
+                )
+            turn = partial(rotate, cos=positions.cos, sin=positions.sin)
+        if turn is not None and self.q_norm is None:
+            # Queries and keys are adjacent, so one call rotates both.
+            query_key, value = qkv.split((queries + 1, 1), dim=3)
+            query, key = turn(query_key).split((queries, 1), dim=3)
+            return query, key, value
+        # The backward pass of `split` writes its gradient once. That of a slice would fill a tensor
+        # with zeros for each part, and add them up.
+        query, key, value = qkv.split((queries, 1, 1), dim=3)
+        if self.q_norm is not None and self.k_norm is not None:
+            query = self.q_norm(query)
+            key = self.k_norm(key)
+        if turn is not None:
+            query = turn(query)
+            key = turn(key)
+        return query, key, value

@@ -83,7 +83,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> T
     Args:
         query: [b, n, queries, d].
         key: [b, g, keys, d], with at least as many keys as queries.
-        value: Same shape.
+        value: [b, g, keys, width of a value].
         weighting: How the logits become weights.
     """
     bias, drop = weighting.bias, weighting.drop

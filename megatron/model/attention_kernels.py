@@ -91,9 +91,9 @@ def require_attention_kernels(
     # Layers differ only in whether they need a bias.
     biases = sorted({_needs_bias(shape, window) for window in windows})
     for biased, length in product(biases, lengths):
+        sizes = ((heads, shape.head_dim), (1, shape.head_dim), (1, shape.value_dim))
         query, key, value = (
-            torch.zeros((1, n, length, shape.head_dim), dtype=dtype, device=device)
-            for n in (heads, 1, 1)
+            torch.zeros((1, n, length, width), dtype=dtype, device=device) for n, width in sizes
         )
         # Some kernels have no backward pass on some GPUs.
         query.requires_grad_()

@@ -23,6 +23,7 @@ from megatron.model.dropout import Dropout
 from megatron.model.experts.layer import MixtureMLP
 from megatron.model.experts.routing import Routing
 from megatron.model.gated_delta_net import GatedDeltaNet
+from megatron.model.latent_attention import LatentAttention
 from megatron.model.mlp import MLP
 from megatron.model.norm import Norm, build_norm
 from megatron.model.positions import Positions
@@ -33,8 +34,13 @@ from megatron.parallel.mesh import ContextParallel, ExpertParallel, TensorParall
 # One block has three dropouts: attention probabilities, attention output and MLP output.
 _SITES_PER_BLOCK = 3
 
-ATTENTION_MODULES: Table[type[SelfAttention] | type[GatedDeltaNet]] = Table(
-    "attention", {"dot_product": SelfAttention, "gated_delta_net": GatedDeltaNet}
+ATTENTION_MODULES: Table[type[SelfAttention] | type[LatentAttention] | type[GatedDeltaNet]] = Table(
+    "attention",
+    {
+        "dot_product": SelfAttention,
+        "latent": LatentAttention,
+        "gated_delta_net": GatedDeltaNet,
+    },
 )
 """Kind of attention -> its module."""
 Half = Callable[..., Any]
@@ -73,7 +79,7 @@ class Block(nn.Module):
         self.attention_output_norm: Norm | None = None
         self.post_attention_norm: Norm | None = None
         self.mlp_output_norm: Norm | None = None
-        norm_first = {"input": True, "output": False}[config.norm_placement]
+        norm_first = {"input": True, "output": False}[layer.norms]
         if norm_first:
             self.input_norm = build_norm(config, tp)
         self.parallel_residual = config.parallel_residual

@@ -149,13 +149,16 @@ def apply_delta_rule(
     else:
         now = state.to(wide).unflatten(1, grouped)
     states, news = [], []
-    kept = from_state[..., -1]
     # Only this loop goes from chunk to chunk. The rest is computed for all chunks at once.
-    for chunk in range(own.shape[3]):
-        new = own[..., chunk, :, :] - of_state[..., chunk, :, :] @ now
+    # The gradient of an index has the size of all chunks. That of `unbind` is written once.
+    kept = from_state[..., -1, None, None]
+    chunks = zip(*(each.unbind(3) for each in (own, of_state, kept, written)), strict=True)
+    # Only this loop goes from chunk to chunk. The rest is computed for all chunks at once.
+    for in_chunk, of_now, left, adds in chunks:
+        new = in_chunk - of_now @ now
         states.append(now)
         news.append(new)
-        now = kept[..., chunk, None, None] * now + written[..., chunk, :, :] @ new
+        now = left * now + adds @ new
     out = (from_state.unsqueeze(-1) * query) @ torch.stack(states, 3)
     out = out + ((query @ transposed) * decay) @ torch.stack(news, 3)
     return out.flatten(3, 4)[..., :length, :].flatten(1, 2), now.flatten(1, 2)

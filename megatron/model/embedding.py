@@ -45,7 +45,9 @@ class Embedding(nn.Module):
         self.norm: LayerNorm | None = None
         if config.embed_layernorm:
             self.norm = LayerNorm(
-                config.hidden_size, config.layernorm_epsilon, tp, bias=config.norm_bias
+                *(config.hidden_size, config.layernorm_epsilon, tp),
+                bias=config.norm_bias,
+                zero_centred=config.apply_layernorm_1p,
             )
         rows = shape.position_table_size
         self.position: nn.Parameter | None = None

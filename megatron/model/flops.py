@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 from functools import lru_cache
 
-from megatron.config.model import MLPKind
+from megatron.config.model import AttentionKind, MLPKind
 from megatron.config.optimizer import OPTIMIZERS, OptimizerConfig
 from megatron.model.layer_parts import (
     ATTENTIONS,
@@ -45,10 +45,14 @@ def _count(specs: Iterable[ParameterSpec], tensor_size: int = 1, expert_size: in
 
 @lru_cache(maxsize=256)
 def _list_specs(
-    shape: ModelShape, tensor_size: int = 1, mlp: MLPKind = "dense"
+    shape: ModelShape,
+    tensor_size: int = 1,
+    mlp: MLPKind = "dense",
+    attention: AttentionKind | None = None,
 ) -> tuple[ParameterSpec, ...]:
-    """Return the parameters of a layer with this kind of MLP."""
-    layer = LayerDescription(0, rotary=False, window=None, mlp=mlp)
+    """Return the parameters of a layer with these kinds of parts."""
+    kind = attention or shape.attention
+    layer = LayerDescription(0, rotary=False, window=None, attention=kind, mlp=mlp)
     return tuple(list_layer_parameters(shape, layer, tensor_size).values())
 
 
@@ -73,7 +77,8 @@ def count_matrix_parameters(shape: ModelShape) -> int:
     if number:
         mixture = sum(math.prod(s.shape) for s in _list_specs(shape, mlp="experts") if s.decays)
     others = shape.config.num_layers - number
-    return others * count_layer_matrix_parameters(shape) + number * mixture
+    more = len(shape.linear_layers) * count_linear_surplus(shape, matrices=True)
+    return others * count_layer_matrix_parameters(shape) + number * mixture + more
 
 
 def count_layer_parameters(shape: ModelShape, tensor_parallel_size: int = 1) -> int:
@@ -82,6 +87,35 @@ def count_layer_parameters(shape: ModelShape, tensor_parallel_size: int = 1) -> 
     For GPT-2 on one rank these are 12 h^2 + 13 h.
     """
     return _count(_list_specs(shape, tensor_parallel_size), tensor_parallel_size)
+
+
+@lru_cache(maxsize=256)
+def count_linear_surplus(
+    shape: ModelShape, tensor_parallel_size: int = 1, *, matrices: bool = False
+) -> int:
+    """Return the parameters that a gated delta net has more than attention, on one rank.
+
+    Args:
+        shape: Sizes of the model.
+        tensor_parallel_size: Number of tensor-parallel ranks.
+        matrices: Count only those to which weight decay applies.
+    """
+    if not shape.linear_layers:
+        return 0
+    # Norms and MLP are the same, whatever the kind of attention is.
+    kinds: tuple[AttentionKind, ...] = ("gated_delta_net", "dot_product")
+    linear, other = (
+        _count(
+            [
+                spec
+                for spec in _list_specs(shape, tensor_parallel_size, attention=kind)
+                if spec.decays or not matrices
+            ],
+            tensor_parallel_size,
+        )
+        for kind in kinds
+    )
+    return linear - other
 
 
 def count_expert_parameters(shape: ModelShape, expert_parallel_size: int = 1) -> int:
@@ -127,9 +161,10 @@ def count_parameters(shape: ModelShape) -> int:
     The vocabulary is counted with its padding, as in published numbers (tr11: 176,247,271,424). The
     padding has (padded - real) x h parameters, and twice that if the output projection is untied.
     """
+    linear = len(shape.linear_layers)
     # One stage on one rank has all of them, and no replica of the word embedding.
     return count_stage_parameters(
-        shape, 1, (shape.config.num_layers,), (len(shape.expert_layers),)
+        shape, 1, (shape.config.num_layers,), (len(shape.expert_layers),), 1, (linear,)
     )[0]
 
 
@@ -149,6 +184,7 @@ def count_stage_parameters(
     layers_per_rank: tuple[int, ...],
     expert_layers_per_rank: tuple[int, ...] | None = None,
     expert_parallel_size: int = 1,
+    linear_layers_per_rank: tuple[int, ...] | None = None,
 ) -> tuple[int, ...]:
     """Return the parameters of one rank at each pipeline rank, before ZeRO shards them.
 
@@ -163,6 +199,10 @@ def count_stage_parameters(
         more = count_expert_layer_parameters(shape, tensor_parallel_size, expert_parallel_size)
         for rank, layers in enumerate(expert_layers_per_rank):
             stages[rank] += layers * (more - per_layer)
+    if linear_layers_per_rank is not None:
+        surplus = count_linear_surplus(shape, tensor_parallel_size)
+        for rank, layers in enumerate(linear_layers_per_rank):
+            stages[rank] += layers * surplus
     stages[0] += words + count_first_stage_extra_parameters(shape)
     stages[-1] += count_norm_parameters(shape)
     # In a pipeline of one stage, a tied output projection is the embedding itself.
@@ -195,18 +235,20 @@ def count_forward_flops_per_token(
         layer = shape.describe_layer(index)
         window = min(s, layer.window or s)
         seen = _count_causal_pairs(s, window) if causal else s * window
-        pairs += seen * ATTENTIONS.require(layer.attention).count_pair_flops(shape)
+        attention = ATTENTIONS.require(layer.attention)
+        pairs += seen * attention.count_pair_flops(shape)
         # A product with an m x n matrix costs 2 m n for each token.
-        all_layers += 2 * _count_used_matrices(shape, layer.mlp)
+        all_layers += 2 * _count_used_matrices(shape, layer.mlp, layer.attention)
+        all_layers += attention.count_token_flops(shape)
     logits = 2 * shape.config.hidden_size * shape.padded_vocab_size
     return all_layers + pairs // s, logits
 
 
 @lru_cache(maxsize=256)
-def _count_used_matrices(shape: ModelShape, mlp: MLPKind) -> int:
+def _count_used_matrices(shape: ModelShape, mlp: MLPKind, attention: AttentionKind) -> int:
     """Return the elements of a layer's matrices that a token is multiplied with."""
     elements = 0
-    for spec in _list_specs(shape, mlp=mlp):
+    for spec in _list_specs(shape, mlp=mlp, attention=attention):
         if spec.decays and spec.by_expert:
             assert shape.config.num_experts is not None, "the layer has experts"
             # A token uses some of the experts.

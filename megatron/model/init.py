@@ -13,6 +13,9 @@
 | *.attention.beta.weight       | NORMAL        | N(0, sigma)                  |
 | *.attention.alpha.weight      | NORMAL        | N(0, sigma)                  |
 | *.attention.gate.weight       | NORMAL        | N(0, sigma)                  |
+| *.attention.query_down.weight | NORMAL        | N(0, sigma)                  |
+| *.attention.latent_down.weight | NORMAL       | N(0, sigma)                  |
+| *.attention.latent_up.weight  | NORMAL        | N(0, sigma)                  |
 | blocks.*.mlp.up.weight        | NORMAL        | N(0, sigma)                  |
 | blocks.*.mlp.gate.weight      | NORMAL        | N(0, sigma)                  |
 | blocks.*.attention.out.weight | SCALED_NORMAL | N(0, sigma / sqrt(2 layers)) |
@@ -26,7 +29,8 @@
 | *.attention.dt_bias           | TIME_STEP     | 1 or log(exp(10^U(-3,-1))-1) |
 
 sigma is `--init-method-std`. `--output-init-method-std` replaces sigma / sqrt(2 layers). With
-`--parametrization`, the deviations of NORMAL and SCALED_NORMAL are others, see `ModelShape`. A
+`--parametrization`, the deviations of NORMAL and SCALED_NORMAL are others, see `ModelShape`. With
+`--apply-layernorm-1p`, norms are ZERO, except that of a gated delta net. A
 parameter's `ParameterSpec` states its kind. Its name decides
 nothing. A test compares this table with the specs. Rows that only pad the vocabulary are zero.
 The engines set them, not this module.

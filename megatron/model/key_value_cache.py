@@ -26,7 +26,7 @@ class KeyValueCache:
         """
         self._sequences = sequences
         self._slots = slots
-        self._layers: dict[int, Tensor] = {}
+        self._layers: dict[int, tuple[Tensor, ...]] = {}
         self._states: dict[int, tuple[Tensor, ...]] = {}
         self._rows: Tensor | None = None
         self._start = 0
@@ -50,30 +50,30 @@ class KeyValueCache:
         self._rows = None
         self._start = slot
 
-    def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Store keys and values, and return those that the queries of the same tokens attend to.
 
         Args:
             layer: Number of the layer in the complete model.
-            key: [b, g/t, s, d], with s = 1 after the prompts.
-            value: Same shape as `key`.
+            new: Keys and values, or what the layer computes them from, [b, g/t, s, width] each,
+                with s = 1 after the prompts.
 
         Returns:
-            Keys and values of the prompts themselves, or of all tokens up to the new ones.
+            Those of the prompts themselves, or of all tokens up to the new ones.
         """
         if layer not in self._layers:
             # Unused slots must be finite: a hidden value is multiplied by 0.
-            size = (2, self._sequences, key.shape[1], self._slots, key.shape[3])
-            self._layers[layer] = key.new_zeros(size)
+            self._layers[layer] = tuple(
+                x.new_zeros(self._sequences, x.shape[1], self._slots, x.shape[3]) for x in new
+            )
         stored = self._layers[layer]
-        end = self._start + key.shape[2]
+        end = self._start + new[0].shape[2]
+        rows = slice(None) if self._rows is None else self._rows
+        for each, x in zip(stored, new, strict=True):
+            each[rows, :, self._start : end] = x
         if self._rows is not None:
-            stored[0, self._rows, :, self._start : end] = key
-            stored[1, self._rows, :, self._start : end] = value
-            return key, value
-        stored[0, :, :, self._start : end] = key
-        stored[1, :, :, self._start : end] = value
-        return stored[0, :, :, :end], stored[1, :, :, :end]
+            return new
+        return tuple(each[:, :, :end] for each in stored)
 
     def read_state(self, layer: int) -> tuple[Tensor, ...] | None:
         """Return what a layer keeps of all tokens so far, [b, ...] each. Prompts have None."""
@@ -100,22 +100,25 @@ class KeyValueCache:
         """Remove all sequences but those with the indices `rows`."""
         self._sequences = len(rows)
         for layer, stored in self._layers.items():
-            self._layers[layer] = stored[:, rows]
+            self._layers[layer] = tuple(x[rows] for x in stored)
         for layer, state in self._states.items():
             self._states[layer] = tuple(x[rows] for x in state)
 
 
-def attend_with_new_token(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+def attend_with_new_token(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None = None
+) -> Tensor:
     """Compute attention of the newest token of each sequence to all of its tokens.
 
     Args:
         query: [b, n/t, 1, d].
         key: [b, g/t, c, d].
-        value: Same shape as `key`.
+        value: [b, g/t, c, width of a value].
         bias: [1 or b, 1 or n/t, 1, c], or None.
+        scale: Factor on the logits. Default: 1 / sqrt(d).
 
     Returns:
-        The context, [b, n/t, 1, d].
+        The context, [b, n/t, 1, width of a value].
     """
     b, heads, _, width = query.shape
     groups = key.shape[1]
@@ -124,9 +127,11 @@ def attend_with_new_token(query: Tensor, key: Tensor, value: Tensor, bias: Tenso
     if bias is not None and bias.shape[1] > 1:
         bias = bias.reshape(bias.shape[0], groups, heads // groups, bias.shape[3])
     context = F.scaled_dot_product_attention(
-        query.reshape(b, groups, heads // groups, width), key, value, attn_mask=bias
+        *(query.reshape(b, groups, heads // groups, width), key, value),
+        attn_mask=bias,
+        scale=scale,
     )
-    return context.reshape(b, heads, 1, width)
+    return context.reshape(b, heads, 1, value.shape[3])
 
 
 def make_slot_bias(lengths: Tensor, slots: int, dtype: torch.dtype) -> Tensor | None:

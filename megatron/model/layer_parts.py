@@ -120,7 +120,12 @@ def list_norm_parameters(config: ModelConfig, size: int) -> Specs:
     specs = NORMS.require(config.normalization).list_parameters(size)
     if not config.norm_bias:
         specs.pop("bias", None)
-    return specs
+    return centre_at_zero(specs) if config.apply_layernorm_1p else specs
+
+
+def centre_at_zero(specs: Specs) -> Specs:
+    """Return the parameters of a norm whose weight is stored minus 1."""
+    return specs | {"weight": replace(specs["weight"], init=Init.ZERO)}
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,8 @@ def _list_query_key_norms(shape: ModelShape) -> Specs:
                 own: Specs = {}
             case "full":
                 own = {"weight": make_vector_spec(heads * shape.head_dim, Init.ONE, shard_dim=0)}
+                if config.apply_layernorm_1p:
+                    own = centre_at_zero(own)
             case "head":
                 own = list_norm_parameters(config, shape.head_dim)
             case _:
@@ -209,6 +216,12 @@ def _list_dot_product(shape: ModelShape, tensor_size: int, rank: int) -> Specs:
         projection = make_linear_specs(
             "qkv", rows, config.hidden_size, Init.NORMAL, bias=bias, shard_dim=0
         )
+    if config.attention_output_gate:
+        # A matrix of its own, so that the rows of a group stay neighbours in the other one.
+        bias = shape.has_qkv_bias
+        projection |= make_linear_specs(
+            "gate", q, config.hidden_size, Init.NORMAL, bias=bias, shard_dim=0
+        )
     bias = shape.has_attention_bias
     return (
         projection
@@ -220,9 +233,38 @@ def _list_dot_product(shape: ModelShape, tensor_size: int, rank: int) -> Specs:
     )
 
 
-def _count_dot_product(shape: ModelShape) -> int:
-    # The score and the weighted value of a pair cost 2 q each.
-    return 4 * shape.config.num_attention_heads * shape.head_dim
+def _count_pair(shape: ModelShape) -> int:
+    # A channel of the score, or of the weighted value, costs 2 for each pair and head.
+    return 2 * shape.config.num_attention_heads * (shape.head_dim + shape.value_dim)
+
+
+def _list_latent(shape: ModelShape, tensor_size: int, rank: int) -> Specs:
+    """Return the parameters of latent attention.
+
+    Matrices that write latent vectors are on all tensor-parallel ranks, and those that read them
+    are sharded by heads. Each is a matrix of its own, so Muon updates it as it was published.
+    """
+    config = shape.config
+    heads = config.num_attention_heads
+    h, latent = config.hidden_size, config.kv_lora_rank
+    specs: Specs = {}
+    if config.q_lora_rank is not None:
+        specs["query_down.weight"] = make_matrix_spec(config.q_lora_rank, h, Init.NORMAL)
+        norm = list_norm_parameters(config, config.q_lora_rank)
+        specs |= {f"query_norm.{leaf}": spec for leaf, spec in norm.items()}
+    specs["query.weight"] = make_matrix_spec(
+        heads * shape.head_dim, config.q_lora_rank or h, Init.NORMAL, shard_dim=0
+    )
+    # The last rows are the key that all heads share.
+    rows = latent + config.qk_pos_emb_head_dim
+    specs["latent_down.weight"] = make_matrix_spec(rows, h, Init.NORMAL)
+    norm = list_norm_parameters(config, latent)
+    specs |= {f"latent_norm.{leaf}": spec for leaf, spec in norm.items()}
+    rows = heads * (config.qk_head_dim + shape.value_dim)
+    specs["latent_up.weight"] = make_matrix_spec(rows, latent, Init.NORMAL, shard_dim=0)
+    return specs | make_linear_specs(
+        "out", h, heads * shape.value_dim, Init.SCALED_NORMAL, bias=False, shard_dim=1
+    )
 
 
 def _list_gated_delta_net(shape: ModelShape, tensor_size: int, rank: int) -> Specs:
@@ -254,6 +296,14 @@ def _list_gated_delta_net(shape: ModelShape, tensor_size: int, rank: int) -> Spe
     )
 
 
+def _count_gated_delta_net(shape: ModelShape) -> int:
+    # Products of the state with a key and a query, and of a key with what is written. Chunks only
+    # change the order of these sums, and what they compute more is not counted.
+    config = shape.config
+    state = config.linear_key_head_dim * config.linear_value_head_dim
+    return 6 * config.linear_num_value_heads * state
+
+
 @dataclass(frozen=True)
 class AttentionRow:
     """A kind of attention."""
@@ -262,14 +312,19 @@ class AttentionRow:
     """Returns the parameters of a layer for a number of tensor-parallel ranks and one of them."""
     count_pair_flops: Callable[[ModelShape], int]
     """Returns the forward FLOPs for a query and a key that it attends to, over all heads."""
+    count_token_flops: Callable[[ModelShape], int] = lambda shape: 0
+    """Returns those of a token beside them and the linear layers."""
 
 
 ATTENTIONS = Table(
     "attention",
     {
-        "dot_product": AttentionRow(_list_dot_product, _count_dot_product),
+        "dot_product": AttentionRow(_list_dot_product, _count_pair),
+        "latent": AttentionRow(_list_latent, _count_pair),
         # No token reads another one: the state has a fixed size.
-        "gated_delta_net": AttentionRow(_list_gated_delta_net, lambda shape: 0),
+        "gated_delta_net": AttentionRow(
+            _list_gated_delta_net, lambda shape: 0, _count_gated_delta_net
+        ),
     },
 )
 """Kind of attention -> its meaning. `ModelShape.describe_layer` has the kind of each layer."""
@@ -344,7 +399,7 @@ def list_layer_parameters(
     norms = {
         "input": ("input_norm", "post_attention_norm"),
         "output": ("attention_output_norm", "mlp_output_norm"),
-    }[shape.config.norm_placement]
+    }[layer.norms]
     parts = {name: list_norm_parameters(shape.config, shape.config.hidden_size) for name in norms}
     attention = ATTENTIONS.require(layer.attention)
     parts["attention"] = attention.list_parameters(shape, tensor_size, rank)

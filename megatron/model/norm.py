@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron.base import apex
 from megatron.config.model import ModelConfig, Normalization
 from megatron.config.table import Table
-from megatron.model.layer_parts import NORMS
+from megatron.model.layer_parts import NORMS, centre_at_zero
 from megatron.parallel.collectives import copy_to_tensor_parallel, reduce_from_tensor_parallel
 from megatron.parallel.layers import (
     make_replicated_inside_region,
@@ -54,6 +54,7 @@ class Norm(nn.Module):
         make: MakeParameter = make_replicated_outside_region,
         *,
         bias: bool = True,
+        zero_centred: bool = False,
     ) -> None:
         """Create the parameters, uninitialised.
 
@@ -63,10 +64,15 @@ class Norm(nn.Module):
             tp: The tensor-parallel ranks.
             make: Makes the parameters.
             bias: Whether a norm with a bias has it.
+            zero_centred: Whether the weight is stored minus 1. See --apply-layernorm-1p.
         """
         super().__init__()
         self.eps = eps
-        for name, spec in NORMS.require(self.name).list_parameters(size).items():
+        self.zero_centred = zero_centred
+        specs = NORMS.require(self.name).list_parameters(size)
+        if zero_centred:
+            specs = centre_at_zero(specs)
+        for name, spec in specs.items():
             if bias or name != "bias":
                 self.register_parameter(name, make(spec, tp))
         if "bias" not in self._parameters:
@@ -83,6 +89,12 @@ class LayerNorm(Norm):
         """Map [..., h] to [..., h]."""
         # Each read of a module's parameter is a call of Python.
         weight, bias = self.weight, self.bias
+        if self.zero_centred:
+            wide_bias = None if bias is None else bias.float()
+            centred = _add_one(weight)
+            return F.layer_norm(x.float(), weight.shape, centred, wide_bias, self.eps).to(
+                weight.dtype
+            )
         if x.dtype != weight.dtype:
             # The residual stream is in fp32 and the weights in half precision. The norm is computed
             # in fp32.
@@ -101,6 +113,11 @@ class LayerNorm(Norm):
         # PyTorch's kernel keeps mean and variance in fp32 for half-precision inputs. `F.layer_norm`
         # calls the same kernel, after tests in Python that are not needed here.
         return torch.layer_norm(x, weight.shape, weight, bias, self.eps)
+
+
+def _add_one(weight: Tensor) -> Tensor:
+    """Return 1 + weight in fp32. A sum in 16 bits would round the weight."""
+    return weight.float() + 1
 
 
 def _compute_rstd(x: Tensor, eps: float) -> Tensor:
@@ -149,32 +166,42 @@ class RMSNorm(Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., h] to [..., h]."""
+        if self.zero_centred:
+            return self._multiply(x, _add_one(self.weight)).to(self.weight.dtype)
+        return self._multiply(x, self.weight)
+
+    def _multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the norm with this weight, in its dtype."""
         if torch.compiler.is_compiling():
             # A compiler fuses the plain formula with the operations around it.
             rstd = x.float().square().mean(-1, keepdim=True).add(self.eps).rsqrt()
-            return (x * rstd * self.weight).to(self.weight.dtype)
-        if x.is_cuda and x.dtype == self.weight.dtype and _apex_rms_norm is not None:
-            return _apex_rms_norm(x, self.weight, self.weight.shape, self.eps)
-        if x.is_cuda and x.dtype == self.weight.dtype:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            return (x * rstd * weight).to(weight.dtype)
+        if x.is_cuda and x.dtype == weight.dtype and _apex_rms_norm is not None:
+            return _apex_rms_norm(x, weight, weight.shape, self.eps)
+        if x.is_cuda and x.dtype == weight.dtype:
+            return F.rms_norm(x, weight.shape, weight, self.eps)
         if not torch.is_grad_enabled():
-            return (x * _compute_rstd(x, self.eps)).mul_(self.weight).to(self.weight.dtype)
-        return _RMSNormFunction.apply(x, self.weight, self.eps)
+            return (x * _compute_rstd(x, self.eps)).mul_(weight).to(weight.dtype)
+        return _RMSNormFunction.apply(x, weight, self.eps)
 
 
 class ShardedRMSNorm(nn.Module):
     """RMSNorm over the channels of all heads. Each tensor-parallel rank holds some of the heads."""
 
-    def __init__(self, spec: ParameterSpec, eps: float, tp: TensorParallel) -> None:
+    def __init__(
+        self, spec: ParameterSpec, eps: float, tp: TensorParallel, *, zero_centred: bool = False
+    ) -> None:
         """Create this rank's part of the weight, uninitialised.
 
         Args:
             spec: The weight, with the channels of all heads of the model.
             eps: Added to the mean of the squares.
             tp: The tensor-parallel ranks.
+            zero_centred: See `Norm`.
         """
         super().__init__()
         self.eps = eps
+        self.zero_centred = zero_centred
         self.tp = tp
         self.size = spec.shape[0]
         self.weight = make_sharded(spec, tp)
@@ -187,7 +214,8 @@ class ShardedRMSNorm(nn.Module):
         # squares is a sum over the ranks as well.
         squares = copy_to_tensor_parallel(reduce_from_tensor_parallel(squares, self.tp), self.tp)
         rstd = (squares / self.size + self.eps).rsqrt()
-        return (wide * rstd * self.weight.view(x.shape[-3:])).to(self.weight.dtype)
+        weight = _add_one(self.weight) if self.zero_centred else self.weight
+        return (wide * rstd * weight.view(x.shape[-3:])).to(self.weight.dtype)
 
 
 NORM_MODULES: Table[type[Norm]] = Table(
@@ -196,15 +224,29 @@ NORM_MODULES: Table[type[Norm]] = Table(
 """Value of --normalization -> its module."""
 
 
-def build_norm(config: ModelConfig, tp: TensorParallel) -> Norm:
-    """Build the norm that `--normalization` names, over the hidden size."""
-    return _build_norm(config, config.hidden_size, tp, make_replicated_outside_region)
+def build_norm(
+    config: ModelConfig,
+    tp: TensorParallel,
+    size: int | None = None,
+    eps: float | None = None,
+    make: MakeParameter = make_replicated_outside_region,
+) -> Norm:
+    """Build the norm that `--normalization` names.
 
-
-def _build_norm(config: ModelConfig, size: int, tp: TensorParallel, make: MakeParameter) -> Norm:
-    """Build the norm that `--normalization` names, over `size` channels."""
+    Args:
+        config: The architecture.
+        tp: The tensor-parallel ranks.
+        size: Its channels. Default: the hidden size.
+        eps: Added to the variance. Default: `--layernorm-epsilon`.
+        make: Makes the parameters.
+    """
     module = NORM_MODULES.require(config.normalization)
-    return module(size, config.layernorm_epsilon, tp, make, bias=config.norm_bias)
+    size = size or config.hidden_size
+    return module(
+        *(size, eps or config.layernorm_epsilon, tp, make),
+        bias=config.norm_bias,
+        zero_centred=config.apply_layernorm_1p,
+    )
 
 
 def build_query_key_norm(
@@ -220,8 +262,10 @@ def build_query_key_norm(
     if weight is None:
         return None
     if weight.is_sharded:
-        return ShardedRMSNorm(weight, config.layernorm_epsilon, tp)
-    return _build_norm(config, weight.shape[0], tp, make_replicated_inside_region)
+        return ShardedRMSNorm(
+            weight, config.layernorm_epsilon, tp, zero_centred=config.apply_layernorm_1p
+        )
+    return build_norm(config, tp, weight.shape[0], make=make_replicated_inside_region)
 
 
 def describe_norm(config: ModelConfig, device_type: str) -> tuple[str, str]:

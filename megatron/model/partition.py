@@ -89,13 +89,13 @@ def count_layers_per_rank(stages: Sequence[Stage], pipeline_size: int) -> tuple[
     )
 
 
-def count_expert_layers_per_rank(
-    stages: Sequence[Stage], pipeline_size: int, shape: ModelShape
+def count_chosen_layers_per_rank(
+    stages: Sequence[Stage], pipeline_size: int, chosen: frozenset[int]
 ) -> tuple[int, ...]:
-    """Return the number of layers with experts on each pipeline rank, over all its stages."""
+    """Return how many of the chosen layers each pipeline rank has, over all its stages."""
     return tuple(
         sum(
-            len(shape.expert_layers.intersection(stage.layers))
+            len(chosen.intersection(stage.layers))
             for stage in select_stages_of_rank(stages, rank, pipeline_size)
         )
         for rank in range(pipeline_size)
@@ -156,6 +156,8 @@ def _weigh_ends(shape: ModelShape, method: str) -> float:
             # Layers weigh the same here. This is their mean.
             more = flops.count_expert_layer_parameters(shape) - layer
             layer += more * len(shape.expert_layers) / shape.config.num_layers
+        linear = len(shape.linear_layers) * flops.count_linear_surplus(shape)
+        layer += linear / shape.config.num_layers
         return flops.count_word_embedding_parameters(shape) / layer
     if method.startswith("type:"):
         try:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from megatron.config.layer_choice import choose_layers, find_expert_layers, find_linear_layers
-from megatron.config.model import AttentionKind, MLPKind, ModelConfig
+from megatron.config.model import AttentionKind, MLPKind, ModelConfig, NormPlacement
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,8 @@ class LayerDescription:
     """Number of tokens that a token attends to, itself included. None: no limit."""
     attention: AttentionKind = "dot_product"
     mlp: MLPKind = "dense"
+    norms: NormPlacement = "input"
+    """Where attention and MLP have their norms."""
 
     @property
     def experts(self) -> bool:
@@ -39,8 +41,17 @@ class ModelShape:
 
     @property
     def head_dim(self) -> int:
-        """Width d of one attention head."""
+        """Width d of a query and of a key of an attention head."""
+        if self.config.multi_latent_attention:
+            return self.config.qk_head_dim + self.config.qk_pos_emb_head_dim
         return self.config.kv_channels or self.config.hidden_size // self.config.num_attention_heads
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value of an attention head."""
+        if self.config.multi_latent_attention:
+            return self.config.v_head_dim
+        return self.head_dim
 
     @property
     def query_groups(self) -> int:
@@ -80,6 +91,14 @@ class ModelShape:
         return find_expert_layers(self.config.moe_layer_freq, self.config.num_layers)
 
     @property
+    def linear_layers(self) -> frozenset[int]:
+        """Numbers of the layers with a gated delta net in place of attention."""
+        frequency = self.config.linear_attention_freq
+        if self.config.experimental_attention_variant is None or frequency is None:
+            return frozenset()
+        return find_linear_layers(frequency, self.config.num_layers)
+
+    @property
     def position_table_size(self) -> int:
         """Rows of the table of learned positions, 0 without such a table."""
         match self.config.position_embedding_type:
@@ -95,6 +114,8 @@ class ModelShape:
         """Channels of a head that are rotated, 0 without rotary positions."""
         if self.config.position_embedding_type != "rotary":
             return 0
+        if self.config.multi_latent_attention:
+            return self.config.qk_pos_emb_head_dim
         return int(self.head_dim * self.config.rotary_percent)
 
     @property
@@ -108,15 +129,37 @@ class ModelShape:
             return 1.0
         if config.rope_attention_factor is not None:
             return config.rope_attention_factor
-        return 0.1 * math.log(max(1.0, config.rope_scaling_factor)) + 1.0
+        if not config.multi_latent_attention:
+            return self._scale_by_yarn(1.0)
+        return self._scale_by_yarn(config.mscale) / self._scale_by_yarn(config.mscale_all_dim)
+
+    @property
+    def latent_logit_factor(self) -> float:
+        """Factor on the logits of latent attention, 1 without YaRN.
+
+        Source: DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 4.3, and its configuration.
+        """
+        if self.config.rope_scaling != "yarn":
+            return 1.0
+        return self._scale_by_yarn(self.config.mscale_all_dim) ** 2
+
+    def _scale_by_yarn(self, factor: float) -> float:
+        """Return 0.1 x factor x ln(divisor of the frequencies) + 1."""
+        return 0.1 * factor * math.log(max(1.0, self.config.rope_scaling_factor)) + 1.0
+
+    @property
+    def attention(self) -> AttentionKind:
+        """The kind of the layers that have attention."""
+        return "latent" if self.config.multi_latent_attention else "dot_product"
 
     def describe_layer(self, index: int) -> LayerDescription:
         """Return the description of layer number `index` of the complete model, from 0."""
         config = self.config
         mlp: MLPKind = "experts" if index in self.expert_layers else "dense"
-        kind, frequency = config.experimental_attention_variant, config.linear_attention_freq
-        if kind and frequency and index in find_linear_layers(frequency, config.num_layers):
-            return LayerDescription(index, rotary=False, window=None, attention=kind, mlp=mlp)
+        kind = config.experimental_attention_variant
+        if kind and index in self.linear_layers:
+            norms = config.linear_norm_placement or config.norm_placement
+            return LayerDescription(index, False, None, kind, mlp, norms)
         return LayerDescription(
             number=index,
             rotary=config.position_embedding_type == "rotary"
@@ -124,7 +167,9 @@ class ModelShape:
             window=None
             if index in _choose_layers(config.full_attention_layers, config.num_layers)
             else config.sliding_window,
+            attention=self.attention,
             mlp=mlp,
+            norms=config.norm_placement,
         )
 
     @property

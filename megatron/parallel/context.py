@@ -17,7 +17,8 @@ b: micro-batch, s: sequence, c: context-parallel size, p: part, n: heads, g: que
 width. n and g are those of a tensor-parallel rank.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +97,7 @@ class Keys:
     key: Tensor
     """[b, g, keys, d]."""
     value: Tensor
-    """Same shape."""
+    """[b, g, keys, width of a value]."""
 
 
 def read_keys(
@@ -111,12 +112,14 @@ def read_keys(
 
     Args:
         key: This rank's positions, [b, g, s/c, d].
-        value: Same shape.
+        value: [b, g, s/c, width of a value].
         context: The context-parallel ranks.
         window: Number of keys that a query reads, up to its position. None: all of them.
     """
-    # [s/c, 2, b, g, d]. The sequence comes first, because ranks send parts of it.
-    sent = torch.stack((key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)), dim=1)
+    # The sequence comes first, because ranks send parts of it.
+    by_position = [each.permute(2, 0, 1, 3) for each in (key, value)]
+    sizes = [each.shape[1:] for each in by_position]
+    sent = torch.cat([each.flatten(1) for each in by_position], dim=1)
     length = sent.shape[0] * context.size
     early, late = list_parts(context.rank, context.size, length)
     first, second = _find_reaches(context.rank, context.size, length, window)
@@ -124,8 +127,8 @@ def read_keys(
         assert window is not None, "without a window, the last part reads all keys"
         read = _ReadNeighbours.apply(sent, window, context)
         # A key that both parts read is received once.
-        yield Keys(early, first.start, *_take_apart(read[: len(first)]))
-        yield Keys(late, second.start, *_take_apart(read[-len(second) :]))
+        yield Keys(early, first.start, *_take_apart(read[: len(first)], sizes))
+        yield Keys(late, second.start, *_take_apart(read[-len(second) :], sizes))
         return
     # Two messages, because the early part of this rank needs only the first of them.
     messages = [_Message(context) for _ in range(2)]
@@ -135,17 +138,22 @@ def read_keys(
     ]
     # The early parts of the ranks are in the order of the sequence, and fill its first half.
     heads = _EndGather.apply(halves[0], messages[0])
-    yield Keys(early, first.start, *_take_apart(heads[first.start : first.stop]))
+    yield Keys(early, first.start, *_take_apart(heads[first.start : first.stop], sizes))
     # Their late parts are in the opposite order.
     tails = _EndGather.apply(halves[1], messages[1]).split(len(late))[context.rank :]
-    yield Keys(
-        late, second.start, *_take_apart(torch.cat((heads, *reversed(tails)))[second.start :])
-    )
+    both = torch.cat((heads, *reversed(tails)))[second.start :]
+    yield Keys(late, second.start, *_take_apart(both, sizes))
 
 
-def _take_apart(read: Tensor) -> Tensor:
-    """Return keys and values as views: [keys, 2, b, g, d] -> [2, b, g, keys, d]."""
-    return read.permute(1, 2, 3, 0, 4)
+def _take_apart(read: Tensor, sizes: Sequence[torch.Size]) -> Iterator[Tensor]:
+    """Yield keys and values as views, [b, g, keys, d].
+
+    Args:
+        read: [keys, elements of a key and a value of all groups].
+        sizes: [b, g, d] of keys, and of values.
+    """
+    for part, size in zip(read.split([math.prod(s) for s in sizes], dim=1), sizes, strict=True):
+        yield part.unflatten(1, size).permute(1, 2, 0, 3)
 
 
 @dataclass
@@ -341,12 +349,18 @@ def exchange_heads(
     Args:
         query: All heads, this rank's positions, [b, n, s/c, d]. c must divide n.
         key: [b, g, s/c, d].
-        value: Same shape.
+        value: [b, g, s/c, width of a value]. It may have another width if g is n.
         context: The context-parallel ranks.
 
     Returns:
-        Queries [b, n/c, s, d], keys and values [b, groups, s, d].
+        Queries [b, n/c, s, d], keys and values [b, groups, s, width].
     """
+    if value.shape[3] != key.shape[3]:
+        # What a head sends are neighbours.
+        joined = torch.cat((query, key, value), dim=3).unflatten(1, (context.size, -1))
+        widths = [each.shape[3] for each in (query, key, value)]
+        first, second, third = gather_positions(joined, context).split(widths, dim=3)
+        return first, second, third
     heads = query.shape[1] // context.size
     groups = _choose_groups(query.shape[1], key.shape[1], context.size)
     each = len(groups) // context.size

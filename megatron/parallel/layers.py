@@ -104,6 +104,25 @@ class ColumnParallelLinear(nn.Module):
         return out
 
 
+class ReplicatedLinear(nn.Module):
+    """Y = X A, with all of A on each rank, outside of the tensor-parallel region.
+
+    With sequence parallelism, a rank multiplies its slice of the sequence. Otherwise all ranks
+    compute the same.
+    """
+
+    def __init__(self, specs: Specs, name: str, tp: TensorParallel) -> None:
+        """Create the weight of the layer `name`."""
+        super().__init__()
+        self.weight = make_replicated_outside_region(specs[f"{name}.weight"], tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [s, b, in] to [s, b, out], or [s/t, b, in] to [s/t, b, out]."""
+        # No rank needs what another one computes.
+        (out,) = apply_entered_linears(x, [(self.weight, None)], ALONE)
+        return trim_columns(out, self.weight.shape[0])
+
+
 class SharedGroupsLinear(nn.Module):
     """The projection to queries, keys and values if there are fewer query groups than ranks.
 
@@ -148,12 +167,16 @@ class SharedGroupsLinear(nn.Module):
 
         The result may have padding. See `apply_entered_linears`.
         """
+        (out,) = apply_entered_linears(x, [self.join()], self.tp, products=self.products)
+        return out
+
+    def join(self) -> tuple[Tensor, Tensor | None]:
+        """Return the weight and the bias of this rank's queries and its group's key and value."""
         weight = torch.cat((self.weight, self.shared_weight[self.own_pair]))
         bias = None
         if self.bias is not None and self.shared_bias is not None:
             bias = torch.cat((self.bias, self.shared_bias[self.own_pair]))
-        (out,) = apply_entered_linears(x, [(weight, bias)], self.tp, products=self.products)
-        return out
+        return weight, bias
 
 
 class RowParallelLinear(nn.Module):

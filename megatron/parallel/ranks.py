@@ -258,7 +258,7 @@ def build_roll_call(
     ranks: Ranks,
     timeout_minutes: float,
     *,
-    hang_timeout: float | str | None = None,
+    hang_timeout: float | None = None,
     load_watchdog: Callable[[], Callable[..., RollCall] | None] = lambda: None,
 ) -> contextlib.AbstractContextManager[RollCall | None]:
     """Return a context that names the missing ranks when a collective fails within it.
@@ -268,13 +268,12 @@ def build_roll_call(
     Args:
         ranks: All ranks.
         timeout_minutes: The value of `--distributed-timeout-minutes`.
-        hang_timeout: The value of `--hang-timeout`.
-        load_watchdog: Returns what builds the roll call of a run with `--hang-timeout`, or None
-            without it.
+        hang_timeout: The seconds of `--hang-timeout`, if it is a number.
+        load_watchdog: Returns what builds the roll call of a run with a watchdog, or None without
+            one.
     """
-    seconds = hang_timeout if isinstance(hang_timeout, float) else None
     # A single process has nobody to compare itself with, so it needs a number.
-    if ranks.group is None and seconds is None:
+    if ranks.group is None and hang_timeout is None:
         return contextlib.nullcontext()
     store: dist.Store
     if ranks.group is None:
@@ -283,11 +282,11 @@ def build_roll_call(
     else:
         # PyTorch has no public way to get the store of the default process group.
         store = dist.distributed_c10d._get_default_store()
-    limit = TimeLimit(timeout_minutes, seconds)
-    build_watchdog = None if hang_timeout in (None, "off") else load_watchdog()
+    limit = TimeLimit(timeout_minutes, hang_timeout)
+    build_watchdog = load_watchdog()
     if build_watchdog is None:
         return RollCall(store, ranks.rank, ranks.names, limit)
     progress = ranks.progress
     return build_watchdog(
-        store, ranks.rank, ranks.names, limit, progress=progress, hang_timeout=seconds
+        store, ranks.rank, ranks.names, limit, progress=progress, hang_timeout=hang_timeout
     )

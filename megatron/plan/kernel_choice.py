@@ -34,6 +34,7 @@ def find_graph_obstacle(plan: Plan) -> str | None:
         "gated delta nets were not recorded": (
             config.model.experimental_attention_variant is not None
         ),
+        "latent attention was not recorded": config.model.multi_latent_attention,
         "the number of documents differs": config.data.reset_attention_mask,
         "--checkpoint-in-cpu copies to host memory": config.recompute.checkpoint_in_cpu,
     }
@@ -159,9 +160,11 @@ def _find_obstacle(name: str, plan: Plan, device: KernelDevice) -> str | None:
     """
     config = plan.config
     absent = {
-        "rope_fusion": config.model.position_embedding_type != "rotary",
+        "rope_fusion": config.model.position_embedding_type != "rotary"
+        or config.model.multi_latent_attention,
         "bias_swiglu_fusion": not get_activation(config.model).has_kernel,
-        "residual_norm_fusion": config.model.norm_placement != "input"
+        "residual_norm_fusion": not config.model.has_norms_first
+        or config.model.apply_layernorm_1p
         or config.precision.fp32_residual_connection,
         "adamw_fusion": config.optimizer.optimizer != "adam" or config.parallel.deepspeed,
     }

@@ -19,7 +19,7 @@ from megatron.data.phases import PlannedPhase, check_phase_data, plan_phases, re
 from megatron.model import flops
 from megatron.model.partition import (
     Stage,
-    count_expert_layers_per_rank,
+    count_chosen_layers_per_rank,
     count_layers_per_rank,
     make_single_stage,
     partition,
@@ -158,6 +158,7 @@ def resolve(
     if vocab_size is None:
         steps = Steps(batch_size, usable.model.seq_length, curriculum)
         data_phases = attempt(lambda: _plan_data_phases(usable, steps, start), data_phases)
+    ranks = parallel.pipeline_model_parallel_size
     plan = Plan(
         config=usable,
         world_size=world_size,
@@ -170,9 +171,10 @@ def resolve(
         stage_parameters=flops.count_stage_parameters(
             shape,
             tensor,
-            count_layers_per_rank(stages, parallel.pipeline_model_parallel_size),
-            count_expert_layers_per_rank(stages, parallel.pipeline_model_parallel_size, shape),
+            count_layers_per_rank(stages, ranks),
+            count_chosen_layers_per_rank(stages, ranks, shape.expert_layers),
             parallel.expert_model_parallel_size,
+            count_chosen_layers_per_rank(stages, ranks, shape.linear_layers),
         ),
         batch_size=batch_size,
         train_iters=train_iters,

@@ -73,7 +73,6 @@ MINIMAL = shlex.split(
 ABSENT = {
     "fp4": r"fp4",
     "muP": r"\.mup",
-    "multi-latent": r"latent",
     "multi-token": r"mtp|multi_token",
     "not averaged": r"averag|\.ema",
     "speculat": r"speculat",

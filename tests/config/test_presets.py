@@ -29,6 +29,9 @@ TOKENIZER = [
 NAMES = (
     "apertus-8b",
     "apertus-70b",
+    "deepseek-v2-lite",
+    "deepseek-v3",
+    "moonlight-16b-a3b",
     "gpt-neox-20b",
     "gpt-oss-120b",
     "gpt-oss-20b",
@@ -54,6 +57,7 @@ NAMES = (
     "olmo3-7b",
     "olmo3-32b",
     "olmoe-1b-7b",
+    "olmo-hybrid-7b",
     "pythia-14m",
     "pythia-31m",
     "pythia-70m",
@@ -71,6 +75,7 @@ NAMES = (
     "qwen3-14b",
     "qwen3-30b-a3b",
     "qwen3-32b",
+    "qwen3-next-80b-a3b",
     "smollm3-3b",
     "tr1-13b",
     "tr8-104b",
@@ -104,6 +109,7 @@ def test_names_are_ordered_by_their_numbers():
         "14b",
         "30b-a3b",
         "32b",
+        "next-80b-a3b",
     ]
 
 

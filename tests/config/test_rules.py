@@ -36,6 +36,11 @@ HYBRID: dict[str, object] = {
     "experimental_attention_variant": "gated_delta_net",
     "linear_attention_freq": "2",
 }
+LATENT: dict[str, object] = {
+    "multi_latent_attention": True,
+    "position_embedding_type": "rotary",
+    "add_bias_linear": False,
+}
 ON_A_STORE: dict[str, object] = {"save": "s3://bucket/run", "local_dir": "local"}
 FAILURES: list[tuple[dict[str, object], str]] = [
     ({"save": "s3://bucket/run"}, "needs --local-dir, a folder of each host"),
@@ -219,6 +224,23 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         "--softmax-type learnable was not compared with the DeepSpeed engine",
     ),
     (
+        {"num_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 1}
+        | {"moe_router_group_score": "max", "moe_router_topk": 3},
+        "--moe-router-topk 3 must be at most 2, the experts of the groups",
+    ),
+    ({**LATENT, "qk_pos_emb_head_dim": 7}, "--qk-pos-emb-head-dim 7 must be even"),
+    ({**LATENT, "position_embedding_type": "alibi"}, "rotary, not alibi"),
+    ({**LATENT, "add_bias_linear": True}, "--multi-latent-attention has no biases"),
+    ({**LATENT, "num_query_groups": 1}, "leave out --num-query-groups 1"),
+    ({**LATENT, "kv_channels": 8}, "leave out --kv-channels 8"),
+    ({**LATENT, "deepspeed": True}, "it was not compared with the DeepSpeed engine"),
+    ({**LATENT, **COMPLETEP}, "it has no rule there; leave out --parametrization completep"),
+    ({**LATENT, **HYBRID}, "it was not compared with gated delta nets"),
+    (
+        {**LATENT, "fp8_format": "e4m3", "fp8_recipe": "rowwise", "bf16": True},
+        "its products have no float8 form",
+    ),
+    (
         {**HYBRID, "linear_attention_freq": None},
         "--experimental-attention-variant gated_delta_net needs --linear-attention-freq, as",
     ),
@@ -232,6 +254,10 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     (
         {**HYBRID, "fp8_format": "e4m3", "fp8_recipe": "rowwise", "bf16": True},
         "--fp8-format e4m3 was not compared with",
+    ),
+    (
+        {"attention_output_gate": True, "deepspeed": True},
+        "--attention-output-gate was not compared with --deepspeed",
     ),
     ({"base_width": 0}, "--base-width 0 must be at least 1"),
     ({"qk_norm": "full"}, "--qk-norm full needs --normalization RMSNorm, not LayerNorm"),
@@ -528,6 +554,11 @@ FAILURES: list[tuple[dict[str, object], str]] = [
 UNUSUAL: list[tuple[dict[str, object], str]] = [
     (HYBRID, "without --reset-attention-mask the state runs over the whole sample"),
     (
+        {"kv_lora_rank": 96},
+        "--kv-lora-rank 96 has no effect without --multi-latent-attention.",
+    ),
+    ({**LATENT, "mscale": 0.7}, "--mscale 0.7 has no effect without --rope-scaling yarn."),
+    (
         {"linear_key_head_dim": 96},
         "--linear-key-head-dim 96 has no effect without --experimental-attention-variant.",
     ),
@@ -542,6 +573,10 @@ UNUSUAL: list[tuple[dict[str, object], str]] = [
     (
         {"residual_norm_fusion": True, "norm_placement": "output"},
         "--residual-norm-fusion has no effect without --norm-placement input.",
+    ),
+    (
+        {"residual_norm_fusion": True, "apply_layernorm_1p": True},
+        "--residual-norm-fusion has no effect with --apply-layernorm-1p, which no kernel has",
     ),
     (
         {"bias_swiglu_fusion": True},

@@ -36,6 +36,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "norms of heads": {**ROTARY, "num_query_groups": 2, "qk_norm": "head"},
     "norms after": {**ROTARY, "qk_norm": "full", "norm_placement": "output"},
     "mup": {"parametrization": "mup", "base_depth": None, "num_query_groups": 1},
+    "norms centred at zero": {
+        **ROTARY,
+        "apply_layernorm_1p": True,
+        "attention_output_gate": True,
+        "qk_norm": "head",
+    },
+    "norms centred at zero after": {
+        **ROTARY,
+        "apply_layernorm_1p": True,
+        "qk_norm": "full",
+        "norm_placement": "output",
+    },
     "experts": {
         **ROTARY,
         "num_experts": 4,

@@ -39,6 +39,14 @@ QWEN = (
     RUN + "--preset qwen3-30b-a3b --num-layers 4 --micro-batch-size 1 --bf16 "
     "--moe-aux-loss-coeff 0.01 --expert-model-parallel-size 8 "
 )
+OLMO_HYBRID = (
+    RUN + "--preset olmo-hybrid-7b --num-layers 4 --seq-length 2048 --micro-batch-size 1 --bf16 "
+    "--zero-stage 1 "
+)
+QWEN_NEXT = (
+    RUN + "--preset qwen3-next-80b-a3b --num-layers 4 --num-experts 64 --seq-length 2048 "
+    "--micro-batch-size 1 --bf16 --zero-stage 1 --moe-aux-loss-coeff 0.01 "
+)
 BF16_MOMENTS = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95"
 KEPT = "--checkpoint-activations --checkpoint-keep-operators "
 TENSORWISE = "--fp8-format hybrid --fp8-recipe tensorwise"
@@ -123,6 +131,9 @@ JOBS = {
         f"{OLMOE} --zero-stage 2 --checkpoint-activations --micro-batch-size 4 "
         "--expert-model-parallel-size 2"
     ),
+    "gated delta nets, experts, a gate of attention": Job(
+        f"{QWEN_NEXT} --expert-model-parallel-size 8"
+    ),
     "experts, dense layers, stages": Job(
         f"{QWEN} --zero-stage 1 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 "
         "--sequence-parallel --num-layers 6 --moe-layer-freq ([0]*2+[1]*4)",
@@ -131,6 +142,12 @@ JOBS = {
     ),
 }
 MORE = {
+    "gated delta nets": Job(OLMO_HYBRID, 1),
+    "gated delta nets, core recomputed": Job(f"{OLMO_HYBRID} --recompute-attention-core", 1),
+    "gated delta nets, recomputed": Job(f"{OLMO_HYBRID} --checkpoint-activations", 1),
+    "gated delta nets, sequence parallelism": Job(
+        f"{OLMO_HYBRID} --tensor-model-parallel-size 2 --sequence-parallel", 2
+    ),
     "experts, one GPU": Job(f"{OLMOE} --num-layers 2", 1),
     "experts, ZeRO 3, copies on each rank": Job(f"{OLMOE} --zero-stage 3 --micro-batch-size 2"),
     "experts, HSDP": Job(

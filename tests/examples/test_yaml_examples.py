@@ -29,6 +29,7 @@ GPUS = {
     "llama3-1b": 8,
     "llama3-8b": 64,
     "llama3-70b": 512,
+    "hybrid-1b": 8,
 }
 MEMORY_GIB = {"llama3-160m": 23.5}
 """Memory of the GPUs that a file is for, if it is not that of an A100 of 80 GB."""
@@ -108,13 +109,16 @@ def test_a_file_says_if_it_only_may_fit(name: str) -> None:
     assert ("may fit" in read_example(name)) == (verdict is Verdict.MAY_FIT)
 
 
-def test_gpt_oss_fits_on_the_gpus_that_its_file_names() -> None:
-    plan = plan_example("gpt-oss-20b")
-    assert plan.parameters == 20_914_757_184
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("gpt-oss-20b", 20_914_757_184), ("hybrid-1b", 1_279_726_848)]
+)
+def test_a_file_fits_on_the_gpus_that_it_names(name: str, parameters: int) -> None:
+    plan = plan_example(name)
+    assert plan.parameters == parameters
     prediction = predict_plan(plan, load_hardware("h100"))
     assert prediction.verdict is Verdict.FITS
     peak = max(rank.total for rank in prediction.memory) / 2**30
-    text = re.sub(r"\n# ", " ", read_example("gpt-oss-20b"))
+    text = re.sub(r"\n# ", " ", read_example(name))
     assert f"{peak:.1f} GiB and {prediction.seconds:.1f} s" in text
 
 

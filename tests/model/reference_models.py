@@ -67,6 +67,11 @@ _APERTUS_NAMES = {
     "mlp.activation": "mlp.act_fn",
 }
 _EXPERT_NAMES = {**_LLAMA_NAMES, "mlp.router": "mlp.gate"}
+_QWEN_NEXT_NAMES = _EXPERT_NAMES | {
+    "mlp.shared.gate": "mlp.shared_expert.gate_proj",
+    "mlp.shared.up": "mlp.shared_expert.up_proj",
+    "mlp.shared.down": "mlp.shared_expert.down_proj",
+}
 _NEOX_NAMES = {
     "embedding.word": "gpt_neox.embed_in",
     "head": "lm_head",
@@ -109,6 +114,10 @@ class Family:
         )
         model_class = getattr(transformers, _CLASSES.get(self.model, f"{self.model}ForCausalLM"))
         model = model_class(config).float().eval()
+        for name, module in model.named_modules():
+            # The class of Olmo-Hybrid has a constant.
+            if name.endswith("linear_attn.o_norm"):
+                module.variance_epsilon = self.ours["linear_norm_epsilon"]
         generator = torch.Generator().manual_seed(5)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -117,7 +126,9 @@ class Family:
                     parameter.copy_(noise * 0.2)
                 elif name.endswith("sinks"):
                     parameter.copy_(torch.tensor([0.0, 3.0, 20.0, -1.0]))
-                elif name.endswith("bias"):
+                elif name.endswith(("bias", "A_log")) or (
+                    self.ours.get("apply_layernorm_1p") and not name.endswith("_attn.norm.weight")
+                ):
                     parameter.copy_(noise * 0.3)
                 else:
                     parameter.copy_(1 + 0.4 * noise)
@@ -135,26 +146,22 @@ class Family:
             return tensors[f"{self.names[module]}.{leaf}"]
         _, index, part = module.split(".", 2)
         layer = f"{self.layers}.{index}."
-        if part == "attention" and leaf == "sink":
-            return tensors[f"{layer}self_attn.sinks"]
-        if part == "mlp.experts" and self.model == "GptOss":
-            # [E, in, out], and rows of gate and up alternate. Biases have no input.
-            kind, _, bias = leaf.partition("_")
-            stem = "down_proj" if kind == "down" else "gate_up_proj"
-            whole = tensors[f"{layer}mlp.experts.{stem}" + (bias and "_bias")]
-            rows = whole if bias else whole.transpose(1, 2)
-            if kind != "down":
-                rows = rows[:, {"gate": 0, "up": 1}[kind] :: 2]
-            return rows.flatten(0, 1)
+        own = self._convert_special(tensors, layer, part, leaf)
+        if own is not None:
+            return own
         if part == "mlp.experts":
             # [E, f, h], with all gates of an expert before its other rows.
             first, second = tensors[f"{layer}mlp.experts.gate_up_proj"].chunk(2, dim=1)
             down = tensors[f"{layer}mlp.experts.down_proj"]
             return {"gate": first, "up": second, "down": down}[leaf].flatten(0, 1)
+        if part in ("attention.query", "attention.latent_down"):
+            return self._turn_rows(tensors[f"{layer}{self.names[part]}.{leaf}"], part)
         if part != "attention.qkv":
             tensor = tensors[f"{layer}{self.names[part]}.{leaf}"]
             return tensor.t() if self.transposed and tensor.dim() > 1 else tensor
         found = [tensors[f"{layer}{their}.{leaf}"] for their in self.qkv]
+        if self.ours.get("attention_output_gate"):
+            found[0] = found[0].unflatten(0, (HEADS, 2, -1))[:, 0].flatten(0, 1)
         if self.split_qkv is not None:
             (fused,) = found
             if self.transposed and fused.dim() > 1:
@@ -165,6 +172,69 @@ class Family:
         width = self.ours.get("kv_channels", HEAD_DIM)
         parts = [t.reshape(groups, -1, width, *t.shape[1:]) for t in found]
         return torch.cat(parts, dim=1).flatten(0, 2)
+
+    def _convert_special(
+        self, tensors: Mapping[str, Tensor], layer: str, part: str, leaf: str
+    ) -> Tensor | None:
+        """Return a parameter that only one family has, or None if it is another one."""
+        if part == "attention" and leaf == "sink":
+            return tensors[f"{layer}self_attn.sinks"]
+        if f"{layer}linear_attn.A_log" in tensors and part.startswith("attention"):
+            path = f"{part}.{leaf}".removeprefix("attention.")
+            return self._convert_delta_net(tensors, f"{layer}linear_attn.", path)
+        if part == "mlp.experts" and self.model == "GptOss":
+            # [E, in, out], and rows of gate and up alternate. Biases have no input.
+            kind, _, bias = leaf.partition("_")
+            stem = "down_proj" if kind == "down" else "gate_up_proj"
+            whole = tensors[f"{layer}mlp.experts.{stem}" + (bias and "_bias")]
+            rows = whole if bias else whole.transpose(1, 2)
+            if kind != "down":
+                rows = rows[:, {"gate": 0, "up": 1}[kind] :: 2]
+            return rows.flatten(0, 1)
+        if part == "mlp" and leaf == "shared_gate":
+            return tensors[f"{layer}mlp.shared_expert_gate.weight"]
+        if part == "attention.gate":
+            # Each head has its query, then its gate.
+            rows = tensors[f"{layer}self_attn.q_proj.{leaf}"].unflatten(0, (HEADS, 2, -1))
+            return rows[:, 1].flatten(0, 1)
+        return None
+
+    def _convert_delta_net(self, tensors: Mapping[str, Tensor], prefix: str, path: str) -> Tensor:
+        """Return a parameter of a gated delta net. `prefix` is that of its tensors."""
+        heads = self.ours["linear_num_key_heads"]
+        # Rows of a key head, and of all heads.
+        key = self.ours["linear_key_head_dim"]
+        value = self.ours["linear_value_head_dim"] * self.ours["linear_num_value_heads"] // heads
+        if path.endswith("_convolution"):
+            parts = tensors[f"{prefix}conv1d.weight"][:, 0].split(
+                [heads * key, heads * key, heads * value]
+            )
+            return parts[("query", "key", "value").index(path.split("_")[0])]
+        if path in ("A_log", "dt_bias"):
+            return tensors[prefix + path]
+        part = path.removesuffix(".weight")
+        if f"{prefix}in_proj_ba.weight" not in tensors:
+            names = {"norm": "o_norm", "out": "o_proj", "alpha": "a_proj", "beta": "b_proj"}
+            return tensors[f"{prefix}{names.get(part, part[0] + '_proj')}.weight"]
+        if part in ("norm", "out"):
+            return tensors[f"{prefix}{part.replace('out', 'out_proj')}.weight"]
+        packed = {"beta": 0, "alpha": 1}
+        if part in packed:
+            rows = tensors[f"{prefix}in_proj_ba.weight"].unflatten(0, (heads, 2, -1))
+            return rows[:, packed[part]].flatten(0, 1)
+        rows = tensors[f"{prefix}in_proj_qkvz.weight"].unflatten(0, (heads, -1))
+        parts = rows.split([key, key, value, value], dim=1)
+        return parts[("query", "key", "value", "gate").index(part)].flatten(0, 1)
+
+    def _turn_rows(self, tensor: Tensor, part: str) -> Tensor:
+        """Return rows with the two halves of the rotary channels first, or last in the latents."""
+        rotary = self.ours["qk_pos_emb_head_dim"]
+        heads = HEADS if part == "attention.query" else 1
+        rows = tensor.unflatten(0, (heads, -1))
+        plain, pairs = rows[:, :-rotary], rows[:, -rotary:]
+        halves = torch.cat((pairs[:, 0::2], pairs[:, 1::2]), dim=1)
+        parts = (halves, plain) if part == "attention.query" else (plain, halves)
+        return torch.cat(parts, dim=1).flatten(0, 1)
 
 
 def make_tokens(seed: int) -> Tensor:
@@ -244,6 +314,60 @@ _YARN = {
     "beta_slow": 1.0,
     "truncate": False,
     "attention_factor": 0.1 * math.log(4) + 1,
+}
+
+_DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": True,
+    "attention_factor": (0.07 * math.log(4) + 1) / (0.1 * math.log(4) + 1),
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+}
+_DEEPSEEK_SIZES = _LLAMA_SIZES | {
+    "num_key_value_heads": HEADS,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+    "moe_intermediate_size": 12,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+_DEEPSEEK: dict[str, Any] = _LLAMA | {
+    "multi_latent_attention": True,
+    "num_query_groups": HEADS,
+    "kv_lora_rank": 20,
+    "qk_head_dim": 10,
+    "qk_pos_emb_head_dim": 6,
+    "v_head_dim": 14,
+    "latent_norm_epsilon": 1e-6,
+    "rotary_base": 100.0,
+    "moe_ffn_hidden_size": 12,
+    "moe_shared_expert_intermediate_size": 24,
+    "moe_layer_freq": "([0]*1+[1]*3)",
+}
+_DEEPSEEK_NAMES = _EXPERT_NAMES | {
+    "attention.latent_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.latent_norm": "self_attn.kv_a_layernorm",
+    "attention.latent_up": "self_attn.kv_b_proj",
+    **{f"mlp.shared.{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+}
+
+_DELTA_SIZES = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 10,
+}
+_DELTA: dict[str, Any] = {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": "2",
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 10,
 }
 
 _NEOX_SIZES = _SIZES | {
@@ -475,6 +599,80 @@ FAMILIES = {
         | {"softmax_type": "learnable", "rotary_base": 100.0, "rope_scaling": "yarn"}
         | {"rope_scaling_factor": 4.0, "rope_original_length": 16, "rope_truncate": False},
         {**_LLAMA_NAMES, "mlp.router": "mlp.router"},
+    ),
+    "qwen3-next": Family(
+        "Qwen3Next",
+        _LLAMA_SIZES
+        | _DELTA_SIZES
+        | {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "head_dim": 2 * HEAD_DIM}
+        # A smaller number lets the output norm enlarge the rounding of fp32 to 1e-4 in both models.
+        # A test in fp64 has the published one.
+        | {"rms_norm_eps": 1e-2}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+        | {"shared_expert_intermediate_size": 24, "mlp_only_layers": [1]}
+        | {"rope_parameters": _ROPE | {"partial_rotary_factor": 0.25}},
+        _LLAMA
+        | _DELTA
+        | {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "kv_channels": 2 * HEAD_DIM}
+        | {"qk_norm": "head", "attention_output_gate": True, "apply_layernorm_1p": True}
+        | {"layernorm_epsilon": 1e-2}
+        | {"rotary_base": 100.0, "rotary_percent": 0.25, "num_experts": 4}
+        | {"moe_ffn_hidden_size": 20, "moe_layer_freq": "([1]+[0]+[1]*2)"}
+        | {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True},
+        _QWEN_NEXT_NAMES,
+    ),
+    "olmo-hybrid": Family(
+        "OlmoHybrid",
+        _LLAMA_SIZES
+        | _DELTA_SIZES
+        | {"linear_num_key_heads": 4, "linear_num_value_heads": 4, "rms_norm_eps": 1e-6}
+        | {"rope_parameters": {"rope_theta": None, "rope_type": "default"}},
+        _LLAMA
+        | _DELTA
+        | {"linear_num_key_heads": 4, "linear_num_value_heads": 4, "layernorm_epsilon": 1e-6}
+        | {"linear_allow_neg_eigval": True, "no_rope_layers": ":", "linear_norm_epsilon": 1e-5}
+        | {"qk_norm": "full", "norm_placement": "output", "linear_norm_placement": "input"},
+        _OLMO_NAMES,
+    ),
+    "deepseek-v2": Family(
+        "DeepseekV2",
+        _DEEPSEEK_SIZES
+        | {"q_lora_rank": None, "topk_method": "group_limited_greedy", "n_routed_experts": 6}
+        | {"n_group": 3, "topk_group": 2, "num_experts_per_tok": 3, "rope_parameters": _ROPE}
+        | {"routed_scaling_factor": 3.0},
+        _DEEPSEEK
+        | {"num_experts": 6, "moe_router_topk": 3, "moe_router_pre_softmax": True}
+        | {"moe_router_num_groups": 3, "moe_router_group_topk": 2, "moe_router_group_score": "max"}
+        | {"moe_router_topk_scaling_factor": 3.0},
+        _DEEPSEEK_NAMES | {"attention.query": "self_attn.q_proj"},
+    ),
+    "deepseek-v3": Family(
+        "DeepseekV3",
+        _DEEPSEEK_SIZES
+        | {"q_lora_rank": 14, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+        | {"num_experts_per_tok": 4, "num_nextn_predict_layers": 0, "routed_scaling_factor": 2.5}
+        | {"rope_parameters": _DEEPSEEK_YARN},
+        _DEEPSEEK
+        | {"q_lora_rank": 14, "num_experts": 8, "moe_router_topk": 4}
+        | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+        | {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+        | {"moe_router_topk_scaling_factor": 2.5, "rope_scaling": "yarn"}
+        | {"rope_scaling_factor": 4.0, "rope_original_length": 16, "mscale": 0.7}
+        | {"mscale_all_dim": 1.0},
+        _DEEPSEEK_NAMES
+        | {"attention.query": "self_attn.q_b_proj", "attention.query_down": "self_attn.q_a_proj"}
+        | {"attention.query_norm": "self_attn.q_a_layernorm"},
+    ),
+    "moonlight": Family(
+        "DeepseekV3",
+        _DEEPSEEK_SIZES
+        | {"q_lora_rank": None, "n_routed_experts": 8, "n_group": 1, "topk_group": 1}
+        | {"num_experts_per_tok": 3, "num_nextn_predict_layers": 0, "routed_scaling_factor": 2.446}
+        | {"rope_parameters": _ROPE},
+        _DEEPSEEK
+        | {"num_experts": 8, "moe_router_topk": 3, "moe_router_score_function": "sigmoid"}
+        | {"moe_router_enable_expert_bias": True, "moe_router_topk_scaling_factor": 2.446},
+        _DEEPSEEK_NAMES | {"attention.query": "self_attn.q_proj"},
     ),
     "smollm3": Family(
         "SmolLM3",

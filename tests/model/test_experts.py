@@ -125,6 +125,27 @@ BLOCKS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], Any]] = {
         },
         _llama_like,
     ),
+    "DeepSeek-V2": (
+        "DeepseekV2",
+        "DeepseekV2Moe",
+        {
+            "n_routed_experts": 12,
+            "moe_intermediate_size": 20,
+            "n_group": 4,
+            "topk_group": 3,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 16.0,
+        },
+        {
+            "moe_router_pre_softmax": True,
+            "moe_router_num_groups": 4,
+            "moe_router_group_topk": 3,
+            "moe_router_group_score": "max",
+            "moe_router_topk_scaling_factor": 16.0,
+            "moe_shared_expert_intermediate_size": 40,
+        },
+        _llama_like,
+    ),
     "gpt-oss": (
         "GptOss",
         "GptOssMLP",
@@ -141,6 +162,7 @@ def test_the_layer_equals_that_of_transformers(name: str) -> None:
 
     family, block, theirs, ours, convert = BLOCKS[name]
     folder = {"Qwen3Moe": "qwen3_moe", "DeepseekV3": "deepseek_v3", "GptOss": "gpt_oss"}
+    folder["DeepseekV2"] = "deepseek_v2"
     module = importlib.import_module(
         f"transformers.models.{(path := folder.get(family, family.lower()))}.modeling_{path}"
     )

@@ -44,11 +44,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "softmax_type": "learnable",
     },
     "bloom": {"position_embedding_type": "alibi", "embed_layernorm": True},
+    "deepseek": {"multi_latent_attention": True, "q_lora_rank": 24, "kv_lora_rank": 16},
     "hybrid": {
         "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": "2",
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
+        "attention_output_gate": True,
     },
 }
 DISTRIBUTIONS = {

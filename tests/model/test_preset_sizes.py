@@ -15,6 +15,8 @@ from model.reference_models import FAMILIES
 
 from megatron.config.presets import list_preset_names, read_preset
 from megatron.console.preset_table import build_preset_shape
+from megatron.extras.interop.convert.architectures import find_architecture
+from megatron.extras.interop.convert.fields import normalise_model
 from megatron.model.flops import count_active_parameters, count_parameters
 
 GPT2: dict[str, Any] = {
@@ -44,6 +46,37 @@ QWEN3: dict[str, Any] = {
     "head_dim": 128,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0,
+}
+# Without `layer_types`, every fourth layer has attention.
+QWEN_NEXT: dict[str, Any] = {
+    "vocab_size": 151936,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000000.0,
+    "partial_rotary_factor": 0.25,
+    "tie_word_embeddings": False,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+OLMO_HYBRID: dict[str, Any] = {
+    "vocab_size": 100352,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "linear_num_key_heads": 30,
+    "linear_num_value_heads": 30,
+    "linear_key_head_dim": 96,
+    "linear_value_head_dim": 192,
+    "linear_conv_kernel_dim": 4,
+    "linear_allow_neg_eigval": True,
 }
 # The released models have another rope_theta, because their context was extended.
 APERTUS: dict[str, Any] = {
@@ -80,6 +113,57 @@ def describe(layers: int, width: int, heads: int, ffn: int, **more: Any) -> dict
     }
 
 
+# The published files, without what training alone needs. V2 Lite and Moonlight have no latent
+# vectors of queries, and one group.
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "tie_word_embeddings": False,
+}
+LITE: dict[str, Any] = LATENT | {
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+DEEPSEEK: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek-v2-lite": (
+        "DeepseekV2",
+        describe(27, 2048, 16, 10944, vocab_size=102400, rms_norm_eps=1e-6, **LITE)
+        | {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}
+        | {"topk_method": "greedy", "norm_topk_prob": False, "routed_scaling_factor": 1.0},
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        describe(61, 7168, 128, 18432, vocab_size=129280, rms_norm_eps=1e-6, **LATENT)
+        | {"num_key_value_heads": 128, "q_lora_rank": 1536, "moe_intermediate_size": 2048}
+        | {"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8}
+        | {"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "norm_topk_prob": True}
+        | {"routed_scaling_factor": 2.5}
+        | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "moonlight-16b-a3b": (
+        "DeepseekV3",
+        describe(27, 2048, 16, 11264, vocab_size=163840, rms_norm_eps=1e-5, **LITE)
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}}
+        | {"norm_topk_prob": True, "routed_scaling_factor": 2.446},
+    ),
+}
 PYTHIA: dict[str, Any] = {"layer_norm_eps": 1e-5, "rotary_pct": 0.25, "tie_word_embeddings": False}
 
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -154,6 +238,8 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt-oss-20b": ("GptOss", describe(24, 2880, 64, 2880, num_local_experts=32, **GPT_OSS)),
     "gpt-oss-120b": ("GptOss", describe(36, 2880, 64, 2880, num_local_experts=128, **GPT_OSS)),
+    "qwen3-next-80b-a3b": ("Qwen3Next", describe(48, 2048, 16, 5120, **QWEN_NEXT)),
+    "olmo-hybrid-7b": ("OlmoHybrid", describe(32, 3840, 30, 11008, **OLMO_HYBRID)),
     "smollm3-3b": ("SmolLM3", describe(36, 2048, 16, 11008, **SMOLLM3)),
     "apertus-8b": (
         "Apertus",
@@ -169,6 +255,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-8b": ("Qwen3", describe(36, 4096, 32, 12288, tie_word_embeddings=False, **QWEN3)),
     "qwen3-14b": ("Qwen3", describe(40, 5120, 40, 17408, tie_word_embeddings=False, **QWEN3)),
     "qwen3-32b": ("Qwen3", describe(64, 5120, 64, 25600, tie_word_embeddings=False, **QWEN3)),
+    **DEEPSEEK,
 }
 """Preset -> class of `transformers`, and the sizes as the model's config.json has them."""
 
@@ -181,20 +268,26 @@ def test_every_preset_with_a_class_of_transformers_is_compared():
 def count_in_transformers(model: str, published: dict[str, Any]) -> int:
     """Return the parameters of a model of `transformers`, each counted once.
 
-    All layers have the same parameters. Two models of few layers therefore give the total.
+    All layers have the same parameters, unless some have no attention, or the first ones have no
+    experts. Two models of few layers therefore give the total.
     """
     config_class = getattr(transformers, f"{model}Config")
     suffix = "LMHeadModel" if model == "GPT2" else "ForCausalLM"
     model_class = getattr(transformers, f"{model}{suffix}")
     depth_key = "n_layer" if "n_layer" in published else "num_hidden_layers"
     counts = []
-    for depth in (1, 2):
+    complete = published[depth_key]
+    first = 1 + published.get("first_k_dense_replace", 0)
+    depths = (first, first + 1)
+    for depth in (complete,) if "linear_num_key_heads" in published else depths:
         ids = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
         config = config_class(**published | ids | {depth_key: depth})
         with torch.device("meta"):
             built = model_class(config)
         counts.append(sum(parameter.numel() for parameter in built.parameters()))
-    return int(counts[0] + (published[depth_key] - 1) * (counts[1] - counts[0]))
+    if len(counts) == 1:
+        return int(counts[0])
+    return int(counts[0] + (complete - first) * (counts[1] - counts[0]))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -227,10 +320,25 @@ OUR_NAMES = {
     "num_local_experts": "num_experts",
     "num_experts_per_tok": "moe_router_topk",
     "moe_intermediate_size": "moe_ffn_hidden_size",
+    "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+    "partial_rotary_factor": "rotary_percent",
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", DEEPSEEK)
+def test_a_preset_of_deepseek_is_what_an_import_reads(name: str) -> None:
+    model, published = PUBLISHED[name]
+    fields = getattr(transformers, f"{model}Config")(**published).to_dict()
+    preset = build_preset_shape(read_preset(name)).config
+    read = find_architecture(fields["model_type"]).read(fields, preset.seq_length)
+    without: dict[str, Any] = {"init_method_std": 0.02, "hidden_dropout": 0, "attention_dropout": 0}
+    expected, found = (
+        normalise_model(dataclasses.replace(each, **without)) for each in (read, preset)
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", PUBLISHED.keys() - DEEPSEEK.keys())
 def test_preset_has_the_values_of_the_published_configuration(name: str):
     _, published = PUBLISHED[name]
     shape = build_preset_shape(read_preset(name))
@@ -242,11 +350,14 @@ def test_preset_has_the_values_of_the_published_configuration(name: str):
         elif key == "norm_topk_prob":
             assert shape.config.moe_router_pre_softmax is not value
         else:
-            assert getattr(shape.config, OUR_NAMES[key]) == value, key
+            assert getattr(shape.config, OUR_NAMES.get(key, key)) == value, key
 
 
 OF_FAMILY = {
     "apertus": "apertus",
+    "deepseek-v2": "deepseek-v2",
+    "deepseek-v3": "deepseek-v3",
+    "moonlight": "moonlight",
     "gpt": "gpt-neox",
     "gpt-oss": "gpt-oss",
     "gpt2": "gpt2",
@@ -255,12 +366,14 @@ OF_FAMILY = {
     "llama3": "llama",
     "mistral": "mistral",
     "mixtral": "mixtral",
+    "olmo": "olmo-hybrid",
     "olmo2": "olmo2",
     "olmo3": "olmo3",
     "olmoe": "olmoe",
     "pythia": "gpt-neox",
     "qwen3": "qwen3",
     "qwen3-moe": "qwen3-moe",
+    "qwen3-next": "qwen3-next",
     "smollm3": "smollm3",
     "tr1": "gpt2",
     "tr8": "gpt2",
@@ -270,6 +383,8 @@ OF_FAMILY = {
 OTHER_PARTS: dict[str, dict[str, Any]] = {
     # The Llama 3 family shows that this scaling is right.
     "apertus": {"rope_scaling": "llama3"},
+    # That of V3 shows it.
+    "deepseek-v2": {"rope_scaling": "yarn"},
     # Its config.json has gelu_fast, the tanh form.
     "gpt": {"bias_gelu_fusion": True},
     # Its training had the tanh form too, although its config.json has gelu.
@@ -281,15 +396,16 @@ OTHER_PARTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", list_preset_names())
 def test_preset_has_the_parts_that_were_compared_with_transformers(name: str):
     word = "qwen3-moe" if name == "qwen3-30b-a3b" else name.split("-")[0]
-    if name.startswith("gpt-oss"):
-        word = "gpt-oss"
+    if name.startswith(("gpt-oss", "deepseek", "qwen3-next")):
+        word = "-".join(name.split("-")[:2])
     family = tiny_config(**dict(FAMILIES[OF_FAMILY[word]].ours))
     model = build_preset_shape(read_preset(name)).config
     parts = (
         *("position_embedding_type", "rope_scaling", "normalization", "norm_placement"),
         *("norm_bias", "qk_norm", "glu_activation", "activation", "bias_gelu_fusion"),
         *("add_bias_linear", "add_qkv_bias", "parallel_residual", "embed_layernorm"),
-        *("add_attention_bias", "add_mlp_bias"),
+        *("add_attention_bias", "add_mlp_bias", "attention_output_gate", "apply_layernorm_1p"),
+        *("experimental_attention_variant", "linear_allow_neg_eigval", "linear_norm_placement"),
         *(
             "softmax_type",
             "full_attention_layers",
@@ -340,6 +456,11 @@ def test_a_complete_model_of_transformers_has_the_extrapolated_size():
         ("mixtral-8x7b", 46_702_792_704),
         ("gpt-oss-20b", 20_914_757_184),
         ("gpt-oss-120b", 116_829_156_672),
+        ("deepseek-v3", 671_026_404_352),
+        ("deepseek-v2-lite", 15_706_484_224),
+        ("moonlight-16b-a3b", 15_960_108_544),
+        ("qwen3-next-80b-a3b", 79_674_391_296),
+        ("olmo-hybrid-7b", 7_430_870_688),
     ],
 )
 def test_preset_has_the_published_parameters(name: str, total: int):
@@ -352,7 +473,10 @@ def test_preset_has_the_published_parameters(name: str, total: int):
         ("olmoe-1b-7b", 1_282_017_280, 1.28),
         ("qwen3-30b-a3b", 3_353_032_704, 3.35),
         ("mixtral-8x7b", 12_879_925_248, 12.9),
+        # Its owners count 3 billions, without embedding and output matrix.
+        ("qwen3-next-80b-a3b", 3_874_929_408, 3.87),
         ("llama2-7b", 6_738_415_616, 6.74),
+        ("deepseek-v3", 37_552_282_624, 37.55),
     ],
 )
 def test_preset_has_the_published_active_parameters(name: str, active: int, billions: float):

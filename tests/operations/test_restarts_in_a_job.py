@@ -25,10 +25,11 @@ from megatron.observe.log_line import format_training_complete_line
 pytestmark = pytest.mark.usefixtures("_signal_handlers")
 
 SRUN = """#!/bin/sh
+case "$*" in *warm_up*) exit ;; esac
 echo "$@" >> FOLDER/steps
 exec sh FOLDER/step-$(wc -l < FOLDER/steps)
 """
-"""The n-th call runs the script `step-n`."""
+"""The n-th call runs the script `step-n`. The step of the spare nodes does not count."""
 SCONTROL = """#!/bin/sh
 echo "$@" >> FOLDER/calls
 case "$*" in

@@ -38,6 +38,7 @@ def shape() -> ModelShape:
         {"num_experts": 4, "moe_shared_expert_intermediate_size": 8, "embed_layernorm": True},
         {"untie_embeddings_and_output_weights": True, "moe_shared_expert_gate": True},
         {"softmax_type": "learnable"},
+        {"multi_latent_attention": True, "q_lora_rank": 24},
         {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": "2"},
     ],
     ids=str,

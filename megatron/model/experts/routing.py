@@ -106,7 +106,10 @@ def choose_experts(scores: Tensor, config: ModelConfig) -> Tensor:
         assert config.moe_router_group_topk is not None, "the plan needs both"
         groups = scores.unflatten(-1, (config.moe_router_num_groups, -1))
         best = groups.sort(dim=-1, descending=True).values
-        of_group = best[..., : k // config.moe_router_group_topk].sum(dim=-1)  # [n, groups]
+        # On average, an allowed group gives this many experts.
+        counted = {"sum": k // config.moe_router_group_topk, "max": 1}
+        # [n, groups].
+        of_group = best[..., : counted[config.moe_router_group_score]].sum(dim=-1)
         allowed = torch.zeros_like(of_group, dtype=torch.bool)
         allowed.scatter_(1, find_best(of_group, config.moe_router_group_topk), value=True)
         scores = groups.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(-2)

@@ -19,7 +19,8 @@ FIELDS = (
     *(_TOPK, _GROUPS, _GROUP_TOPK, _SHARED, _BIAS, SIZE),
     *("model.moe_layer_freq", "model.moe_ffn_hidden_size", "model.moe_router_score_function"),
     *("model.moe_router_pre_softmax", "model.moe_router_topk_scaling_factor"),
-    *("model.moe_shared_expert_gate", "loss.moe_router_load_balancing_type"),
+    *("model.moe_router_group_score", "model.moe_shared_expert_gate"),
+    "loss.moe_router_load_balancing_type",
     *("loss.moe_aux_loss_coeff", "loss.moe_z_loss_coeff", "loss.moe_router_bias_update_rate"),
 )
 """Fields that have no effect without experts."""
@@ -122,6 +123,12 @@ def _check_groups(settings: ConfigWithOrigin) -> Iterator[Finding]:
         yield error(f"{settings.describe(_GROUPS)} must divide {settings.describe(NUMBER)}.")
     if best > groups:
         yield error(f"{settings.describe(_GROUP_TOPK)} must be at most {groups}, the groups.")
+    elif model.moe_router_group_score == "max":
+        if model.moe_router_topk > best * (number // groups):
+            yield error(
+                f"{settings.describe(_TOPK)} must be at most {best * (number // groups)}, the "
+                "experts of the groups that a token may use."
+            )
     elif model.moe_router_topk % best or model.moe_router_topk // best > number // groups:
         yield error(
             f"{settings.describe(_GROUP_TOPK)} must divide {settings.describe(_TOPK)}, and a group "

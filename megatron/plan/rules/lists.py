@@ -20,6 +20,7 @@ from megatron.plan.rules import (
     data,
     experts,
     kernels,
+    latent_attention,
     layout,
     linear_attention,
     model,
@@ -98,7 +99,9 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     OneOf(("model.activation", "model.glu_activation"), ": the first is for an MLP without a gate"),
     if_given(model.check_query_key_norm, "model.qk_norm"),
     if_given(model.check_sinks, "model.softmax_type"),
+    if_given(model.check_output_gate, "model.attention_output_gate"),
     if_given(model.check_parametrization, "model.parametrization"),
+    if_given(latent_attention.check_latent_attention, latent_attention.LATENT),
     if_given(linear_attention.check_linear_attention, linear_attention.VARIANT),
     needs(linear_attention.FREQUENCY, ", as in Qwen3-Next with 4", linear_attention.VARIANT),
     Forbids(
@@ -184,6 +187,10 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     if_given(kernels.check_float8, "precision.fp8_format"),
     # Warnings.
     no_effect_without(experts.NUMBER, "", *experts.FIELDS),
+    no_effect_without(
+        latent_attention.LATENT, "", *latent_attention.WIDTHS, *latent_attention.SCALES
+    ),
+    no_effect_unless(_SCALING, ("yarn",), *latent_attention.SCALES),
     no_effect_without(linear_attention.VARIANT, "", *_list_fields("model.linear_")),
     if_given(experts.warn_about_balance, experts.NUMBER),
     if_given(
@@ -266,7 +273,16 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         lambda config: config.model.activation_name in _WITHOUT_KERNEL,
         "kernels.bias_swiglu_fusion",
     ),
-    no_effect_unless("model.norm_placement", ("input",), "kernels.residual_norm_fusion"),
+    no_effect(
+        "without --norm-placement input",
+        lambda config: not config.model.has_norms_first,
+        "kernels.residual_norm_fusion",
+    ),
+    no_effect(
+        "with {model.apply_layernorm_1p}, which no kernel has",
+        lambda config: config.model.apply_layernorm_1p,
+        "kernels.residual_norm_fusion",
+    ),
     no_effect_unless("optimizer.optimizer", ("adam",), "kernels.adamw_fusion"),
     no_effect("with --deepspeed", lambda c: c.parallel.deepspeed, "kernels.adamw_fusion"),
     no_effect(

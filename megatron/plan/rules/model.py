@@ -41,7 +41,8 @@ def check_heads_divide_hidden_size(settings: ConfigWithOrigin) -> Iterator[Findi
     # `check_ranges` reports this value. Here it would be a division by zero.
     if model.num_attention_heads < 1:
         return
-    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+    derived = model.kv_channels is None and not model.multi_latent_attention
+    if derived and model.hidden_size % model.num_attention_heads:
         yield error(
             f"{settings.describe('model.num_attention_heads')} must divide "
             f"{settings.describe('model.hidden_size')}; change one, or set the width of a head "
@@ -69,6 +70,7 @@ def check_rotary_dim_is_even(settings: ConfigWithOrigin) -> Iterator[Finding]:
         # Values outside their range are reported by `check_ranges`. The arithmetic below needs
         # valid ones.
         model.position_embedding_type != "rotary"
+        or model.multi_latent_attention
         or model.num_attention_heads < 1
         or not 0 < model.rotary_percent <= 1
     ):
@@ -185,6 +187,17 @@ def check_sinks(settings: ConfigWithOrigin) -> Iterator[Finding]:
             f"{asked} was not compared with the DeepSpeed engine; leave out "
             f"{settings.describe('parallel.deepspeed')}."
         )
+
+
+def check_output_gate(settings: ConfigWithOrigin) -> Iterator[Finding]:
+    """Check that what computes the model was compared with a gate of attention."""
+    # Float8 rounds the layers of a block by a list, which has no gate.
+    for dotted in ("precision.fp8_format", "parallel.deepspeed"):
+        if settings.config.model.attention_output_gate and settings.is_changed(dotted):
+            yield error(
+                f"{settings.describe('model.attention_output_gate')} was not compared with "
+                f"{settings.describe(dotted)}; leave one of them out."
+            )
 
 
 def check_query_key_norm(settings: ConfigWithOrigin) -> Iterator[Finding]:

@@ -120,6 +120,8 @@ COUNTS = (
     *("parallel.hsdp_shard_size", "parallel.expert_model_parallel_size"),
     *("model.moe_router_topk", "model.moe_ffn_hidden_size", "model.moe_router_num_groups"),
     *("model.moe_router_group_topk", "model.moe_shared_expert_intermediate_size"),
+    *("model.q_lora_rank", "model.kv_lora_rank", "model.qk_head_dim", "model.v_head_dim"),
+    "model.qk_pos_emb_head_dim",
     *("model.linear_num_key_heads", "model.linear_num_value_heads"),
     *("tokenizer.vocab_size", "tokenizer.pad_vocab_size_to"),
     "tokenizer.make_vocab_size_divisible_by",

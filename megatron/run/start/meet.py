@@ -68,8 +68,8 @@ def name_lost_ranks(
     return build_roll_call(
         ranks,
         parallel.distributed_timeout_minutes,
-        hang_timeout=parallel.hang_timeout,
-        load_watchdog=lambda: launch.parts.load_watchdog(saving),
+        hang_timeout=parallel.hang_seconds,
+        load_watchdog=lambda: launch.parts.load_watchdog(saving) if parallel.is_watched else None,
     )
 
 
@@ -193,7 +193,7 @@ def join_ranks(launch: Launch) -> Ranks:
     parallel = launch.config.parallel
     minutes = parallel.distributed_timeout_minutes
     hang_timeout = parallel.hang_seconds
-    if parallel.hang_timeout not in (None, "off"):
+    if parallel.is_watched:
         # torch reads it when the first group starts.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(FLIGHT_RECORDER_ENTRIES))
     start_process_group(parallel.distributed_backend, minutes, device, hang_timeout=hang_timeout)

@@ -16,6 +16,7 @@ from megatron.config.model import ModelConfig
 from megatron.extras.interop.convert.expert_fields import (
     ExpertFields,
     ExpertNames,
+    ExpertPart,
     NoExperts,
     StackedExpertNames,
 )
@@ -33,6 +34,24 @@ from megatron.extras.interop.convert.fields import (
     Windows,
     normalise_model,
 )
+from megatron.extras.interop.convert.latent_fields import (
+    LATENT_MODULES,
+    NO_LATENTS,
+    DeepseekExperts,
+    LatentRope,
+    Latents,
+)
+from megatron.extras.interop.convert.linear_fields import (
+    OLMO_LINEAR_MODULES,
+    OLMO_PACKED,
+    QWEN_LINEAR_MODULES,
+    QWEN_PACKED,
+    LinearLayers,
+    NoLinearLayers,
+    OptionalRope,
+)
+from megatron.extras.interop.convert.packed import Packed, RowPart, divide_packed, join_packed
+from megatron.model.shape import ModelShape
 
 _USUAL_LENGTH = 2048
 """Tokens of a sample if neither config.json nor the user gives it."""
@@ -65,20 +84,39 @@ class Architecture:
     """Prefix of their names that a file of the model without its head lacks."""
     not_stored: tuple[str, ...] = ()
     """Patterns of their tensors that hold no weights, such as tables of frequencies."""
+    left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Pattern of their tensors that an import leaves out -> what they are, for a warning."""
     constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Name inside a layer -> the fixed number that their tensor of this name holds."""
     hf_fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further fields of config.json, each with its only supported value."""
     experts: ExpertNames | None = None
     """Their names of the experts. None: the class has none."""
+    linear_modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The same as `modules`, in layers with a gated delta net only."""
+    packed: tuple[Packed, ...] = ()
+    """Their tensors that hold several of our parameters."""
+
+    @property
+    def converts_names(self) -> bool:
+        """Whether a model of `transformers` in memory has other tensors than its files."""
+        return self.experts is not None or bool(self.packed)
 
     def join(
         self, tensors: Iterable[tuple[str, Tensor]], model: ModelConfig
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield names and tensors as files have them. See `ExpertNames.join`."""
-        if self.experts is None or model.num_experts is None:
-            return iter(tensors)
-        return self.experts.join(tensors, model.num_experts)
+        if self.experts is not None and model.num_experts is not None:
+            tensors = self.experts.join(tensors, model.num_experts)
+        return join_packed(self.packed, ModelShape(model, 0, 0), tensors)
+
+    def divide(
+        self, model: ModelConfig, name: str, size: tuple[int, ...]
+    ) -> Mapping[str, ExpertPart | RowPart]:
+        """Return the parts of a stored tensor by their names, or none if it is one tensor here."""
+        if self.experts is not None and (parts := self.experts.divide(name, size)):
+            return parts
+        return divide_packed(self.packed, ModelShape(model, 0, 0), name)
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Return the fields of config.json that describe a model of this trainer.
@@ -134,6 +172,7 @@ _ONE_STREAM = {"parallel_residual": False, "embed_layernorm": False}
 _EVERY_TOKEN = {"sliding_window": None, "full_attention_layers": None}
 _EVERY_ROPE = {"no_rope_layers": None}
 _NO_SINKS = {"softmax_type": "vanilla"}
+_PLAIN = {"attention_output_gate": False, "apply_layernorm_1p": False}
 _RMS = {"normalization": "RMSNorm", "norm_bias": True}
 _LAYER_NORM = {"normalization": "LayerNorm", "norm_bias": True}
 _NO_LEARNED_TABLE = {"max_position_embeddings": None}
@@ -183,6 +222,9 @@ _OLMO_MODULES = _LLAMA_MODULES | {
 # Older versions of transformers stored the table of frequencies in each layer.
 _FREQUENCIES = (r".*rotary_emb\.inv_freq",)
 _OLMO_NORMS = {"norm_placement": "output", "qk_norm": "full"}
+_QWEN_LINEAR = {"linear_norm_placement": "input", "linear_allow_neg_eigval": False}
+# The class has a constant for the output norm.
+_OLMO_LINEAR = {"linear_norm_placement": "input", "linear_norm_epsilon": 1e-5}
 
 
 def _make_llama_like(
@@ -192,8 +234,12 @@ def _make_llama_like(
     modules: Mapping[str, str] = _LLAMA_MODULES,
     constants: Mapping[str, float] | None = None,
     hf_fields: Mapping[str, Any] | None = None,
-    experts: tuple[ExpertFields, ExpertNames] | None = None,
+    experts: tuple[ExpertFields | DeepseekExperts, ExpertNames] | None = None,
     softmax: Mapping[str, Any] = _NO_SINKS,
+    latents: Pair | None = None,
+    linear: LinearLayers | None = None,
+    plain: Mapping[str, Any] = _PLAIN,
+    **more: Any,
 ) -> Architecture:
     """Return an architecture with the names of Llama, and its sizes beside `pairs`."""
     mlp: tuple[Pair, ...] = (Same("ffn_hidden_size", "intermediate_size"), NoExperts())
@@ -205,14 +251,18 @@ def _make_llama_like(
     return Architecture(
         model_type,
         class_name,
-        (*_LLAMA_SIZES, *mlp, *pairs, Needed(softmax)),
+        (
+            *(*_LLAMA_SIZES, *mlp, *pairs, Needed({**softmax, **plain})),
+            *(linear or NoLinearLayers(), latents or Needed(NO_LATENTS)),
+        ),
         modules,
         "model.layers",
-        _LLAMA_QKV,
+        more.pop("qkv", _LLAMA_QKV),
         not_stored=_FREQUENCIES,
         constants=constants or {},
         hf_fields=hf_fields or {},
         experts=names,
+        **more,
     )
 
 
@@ -222,6 +272,11 @@ _DERIVED_FFN = Derived("ffn_hidden_size", lambda m: 4 * m.hidden_size)
 _ONE_HEAD_A_GROUP = Derived("num_query_groups", lambda m: m.num_attention_heads)
 
 
+_DEEPSEEK: tuple[Pair, ...] = (
+    _SILU,
+    Biases(attention=False, mlp=False),
+    Needed(_INPUT_NORM | _NO_QK_NORM | _EVERY_TOKEN | _EVERY_ROPE),
+)
 ARCHITECTURES: tuple[Architecture, ...] = (
     _make_llama_like(
         "llama",
@@ -372,6 +427,68 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             StackedExpertNames(),
         ),
     ),
+    _make_llama_like(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        LatentRope(),
+        *_DEEPSEEK,
+        modules=_LLAMA_MODULES | LATENT_MODULES,
+        experts=(DeepseekExperts("V2"), ExpertNames()),
+        latents=Latents(),
+        hf_fields={"attention_bias": False, "mlp_bias": False, "scoring_func": "softmax"},
+    ),
+    _make_llama_like(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        LatentRope(),
+        *_DEEPSEEK,
+        modules=_LLAMA_MODULES | LATENT_MODULES,
+        experts=(DeepseekExperts("V3"), ExpertNames()),
+        latents=Latents(),
+        hf_fields={"attention_bias": False, "rope_interleave": True, "scoring_func": "sigmoid"},
+        # The class does not read it either.
+        left_out={r"model\.layers\.61\..*": "a layer that predicts a second token"},
+    ),
+    _make_llama_like(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        HeadDim(),
+        Rope(partial=True),
+        _SILU,
+        Biases(mlp=False),
+        Needed(_INPUT_NORM | {"qk_norm": "head"} | _EVERY_TOKEN | _EVERY_ROPE),
+        modules=_LLAMA_MODULES
+        | {
+            "attention.gate": "self_attn.q_proj.gate",
+            "mlp.shared.gate": "mlp.shared_expert.gate_proj",
+            "mlp.shared.up": "mlp.shared_expert.up_proj",
+            "mlp.shared.down": "mlp.shared_expert.down_proj",
+            "mlp.shared_gate": "mlp.shared_expert_gate.weight",
+        },
+        experts=(
+            ExpertFields("num_experts", "num_local_experts", with_mlp=True, shared=True),
+            ExpertNames(),
+        ),
+        linear=LinearLayers(_QWEN_LINEAR),
+        plain={"attention_output_gate": True, "apply_layernorm_1p": True},
+        qkv=("self_attn.q_proj.query", *_LLAMA_QKV[1:]),
+        linear_modules=QWEN_LINEAR_MODULES,
+        packed=QWEN_PACKED,
+        left_out={r"mtp\..*": "a layer that predicts further tokens"},
+    ),
+    _make_llama_like(
+        "olmo_hybrid",
+        "OlmoHybridForCausalLM",
+        HeadDim(declared=False),
+        OptionalRope(),
+        _SILU,
+        Biases(mlp=False),
+        Needed(_OLMO_NORMS | _EVERY_TOKEN),
+        modules=_OLMO_MODULES,
+        linear=LinearLayers(_OLMO_LINEAR, ("linear_allow_neg_eigval",), "log-uniform"),
+        linear_modules=OLMO_LINEAR_MODULES,
+        packed=OLMO_PACKED,
+    ),
     Architecture(
         "gpt2",
         "GPT2LMHeadModel",
@@ -396,7 +513,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             ),
             _ALL_BIASES,
             Needed(_LAYER_NORM | _PLAIN_MLP | _INPUT_NORM | _NO_QK_NORM),
-            Needed(_ONE_STREAM | _EVERY_TOKEN | _NO_ROTATION | _NO_SINKS),
+            Needed(_ONE_STREAM | _EVERY_TOKEN | _NO_ROTATION | _NO_SINKS | _PLAIN | NO_LATENTS),
+            NoLinearLayers(),
             Needed({"position_embedding_type": "absolute"}),
         ),
         {
@@ -442,7 +560,10 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             _ALL_BIASES,
             Needed(_LAYER_NORM | _PLAIN_MLP | _INPUT_NORM | _NO_QK_NORM),
             Needed({"activation": "gelu", "bias_gelu_fusion": True}),
-            Needed(_EVERY_TOKEN | _NO_ROTATION | _NO_LEARNED_TABLE | _NO_SINKS),
+            Needed(
+                _EVERY_TOKEN | _NO_ROTATION | _NO_LEARNED_TABLE | _NO_SINKS | _PLAIN | NO_LATENTS
+            ),
+            NoLinearLayers(),
             Needed({"embed_layernorm": True, "parallel_residual": False}),
             Needed({"position_embedding_type": "alibi"}),
         ),
@@ -492,7 +613,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             ),
             Needed(_LAYER_NORM | _PLAIN_MLP | _INPUT_NORM | _NO_QK_NORM),
             Biases(mlp=True),
-            Needed(_EVERY_TOKEN | _EVERY_ROPE | _NO_SINKS),
+            Needed(_EVERY_TOKEN | _EVERY_ROPE | _NO_SINKS | _PLAIN | NO_LATENTS),
+            NoLinearLayers(),
             Needed(_ROTARY | {"embed_layernorm": False}),
         ),
         {

@@ -21,6 +21,7 @@ from megatron.config.model import ModelConfig
 from megatron.extras.interop.convert.architectures import Architecture
 from megatron.extras.interop.convert.hf_files import HfTensors, import_transformers
 from megatron.extras.interop.convert.tensors import VOCABULARY_TENSORS, TensorPair
+from megatron.model.experts.routing import BALANCE, list_routers
 from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
 from megatron.model.shape import ModelShape
@@ -228,6 +229,9 @@ def _run_our_layer(hf: HfModel, layer: int, pairs: Sequence[TensorPair], given: 
     model = hf.model
     described = ModelShape(model, 0, 0).describe_layer(layer)
     # The lists of layers count from the first one. A model of one layer has shorter lists.
+    variant = None
+    if described.attention == "gated_delta_net":
+        variant = described.attention
     without_rope = None
     if model.no_rope_layers is not None and not described.rotary:
         without_rope = "0"
@@ -236,6 +240,8 @@ def _run_our_layer(hf: HfModel, layer: int, pairs: Sequence[TensorPair], given: 
         num_layers=1,
         num_experts=model.num_experts if described.experts else None,
         moe_layer_freq="1",
+        experimental_attention_variant=variant,
+        linear_attention_freq="[1]",
         no_rope_layers=without_rope,
         sliding_window=described.window,
         full_attention_layers=None,
@@ -308,6 +314,7 @@ def _compute_our_logits(
         model = dataclasses.replace(
             model,
             num_experts=None,
+            experimental_attention_variant=None,
             no_rope_layers=None,
             sliding_window=None,
             full_attention_layers=None,
@@ -340,6 +347,9 @@ def _select_layers(hf_config: Any, layers: Sequence[int]) -> Any:
         dense = {at for at in layers if at in config.mlp_only_layers or (at + 1) % step}
         config.mlp_only_layers = [new for new, old in enumerate(layers) if old in dense]
         config.decoder_sparse_step = 1
+    # DeepSeek has MLPs in its first layers.
+    if getattr(config, "first_k_dense_replace", None) is not None:
+        config.first_k_dense_replace = sum(at < config.first_k_dense_replace for at in layers)
     config.num_hidden_layers = len(layers)
     return config
 
@@ -357,7 +367,10 @@ def _load_model(
     own: GPT, hf: HfModel, pairs: Sequence[TensorPair], numbers: Mapping[int, int]
 ) -> None:
     """Fill our parameters. `numbers` maps the layers of the folder to those of the model."""
-    parameters = dict(own.named_parameters())
+    parameters: dict[str, Tensor] = dict(own.named_parameters())
+    for router in list_routers(own):
+        router.allocate(torch.device("cpu"))
+        parameters[f"blocks.{router.layer}{BALANCE}"] = router.balance
     for pair in pairs:
         name = pair.name
         if pair.layer is not None:
@@ -371,14 +384,14 @@ def _load_hf_model(
     """Return their model with the folder's weights.
 
     Args:
-        made: Their model. It is filled unless it has experts.
+        made: Their model. It is filled unless its files have other tensors.
         hf: The folder.
         pairs: The tensors to load.
         numbers: Layer of the folder -> layer of the model.
     """
     tensors = hf.architecture.join(_name_hf_tensors(hf, pairs, numbers), hf.model)
-    if hf.architecture.experts is not None:
-        return _load_with_experts(made, dict(tensors))
+    if hf.architecture.converts_names:
+        return _load_as_files(made, dict(tensors))
     parameters = dict(made.named_parameters())
     for name, tensor in tensors:
         _find_parameter(parameters, name, hf.architecture).data.copy_(tensor)
@@ -399,8 +412,8 @@ def _name_hf_tensors(
             yield name, tensor
 
 
-def _load_with_experts(made: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return their model, loaded by `transformers`, which joins the matrices of experts.
+def _load_as_files(made: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return their model, loaded by `transformers`, which joins and renames tensors of files.
 
     So the names of gate and up of an expert are compared with those of `transformers`.
     """

@@ -28,6 +28,7 @@ _READ = {
     "moe_router_pre_softmax",
 }
 """The fields that the classes here can express. The others must have their defaults."""
+_SHARED = "moe_shared_expert_intermediate_size"
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class ExpertFields:
     """Whether the weights of a token's experts add up to 1. False: `norm_topk_prob` says so."""
     with_mlp: bool = False
     """Whether some layers may have an MLP, with a width of its own, as in Qwen 3."""
+    shared: bool = False
+    """Whether there is a shared expert with a gate, as in Qwen3-Next."""
 
     @property
     def model_fields(self) -> tuple[str, ...]:
@@ -74,15 +77,21 @@ class ExpertFields:
         """See `Pair`."""
         if model.num_experts is None:
             raise ConfigError("the class has experts, and this model has none")
-        # Groups, sigmoid and shared experts are parts of classes that are not converted.
-        for name in _DEFAULTS.keys() - _READ:
+        # Groups and sigmoid are parts of classes that are not converted.
+        for name in _DEFAULTS.keys() - _READ - {_SHARED}:
             value = getattr(model, name)
-            if value != _DEFAULTS[name]:
+            if value != (self.shared if name == "moe_shared_expert_gate" else _DEFAULTS[name]):
                 raise ConfigError(f"{describe_setting(name, value)} has no equivalent")
+        if (getattr(model, _SHARED) is not None) != self.shared:
+            raise ConfigError(
+                f"{describe_setting(_SHARED, getattr(model, _SHARED))} has no equivalent"
+            )
         found: dict[str, Any] = {
             self.number: model.num_experts,
             "num_experts_per_tok": model.moe_router_topk,
         }
+        if self.shared:
+            found["shared_expert_intermediate_size"] = getattr(model, _SHARED)
         if not self.normalised:
             found["norm_topk_prob"] = not model.moe_router_pre_softmax
         elif model.moe_router_pre_softmax:
@@ -126,7 +135,11 @@ class ExpertFields:
                     "experts; a model without experts has another model_type"
                 )
         width = hf["moe_intermediate_size"] if self.with_mlp else hf["intermediate_size"]
-        return {
+        shared: dict[str, Any] = {}
+        if self.shared:
+            shared[_SHARED] = int(hf["shared_expert_intermediate_size"])
+            shared["moe_shared_expert_gate"] = True
+        return shared | {
             "num_experts": number,
             "moe_router_topk": chosen,
             "moe_ffn_hidden_size": int(width),

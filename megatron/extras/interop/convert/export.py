@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def export_checkpoint(
             )
             _write_config(unfinished, architecture, config, vocab_size, dtype, ids)
             log("comparing what was written with the checkpoint and with transformers")
-            tensors = HfTensors(unfinished, architecture.experts)
+            tensors = HfTensors(unfinished, partial(architecture.divide, config.model))
             _compare_tensors(pairs, read, tensors)
             hf_config = read_config(unfinished)
             _compare_description(architecture, config, hf_config)
@@ -359,14 +360,20 @@ def fold_rows(rows: Tensor, name: str, first: int, shape: ModelShape) -> Tensor:
         first: Number of the first of these rows.
         shape: Sizes of the model, with its parametrization.
     """
+    if shape.config.parametrization == "standard":
+        return rows
+    # The weight of a norm may be stored minus 1.
+    stored = 0.0
+    if shape.config.apply_layernorm_1p and name.endswith("norm.weight"):
+        stored = 1.0
     if name.startswith("head.norm."):
-        return rows * shape.output_factor
+        return (rows + stored) * shape.output_factor - stored
     # A norm after attention would undo a factor before it.
     if any(part in name for part in _BRANCH_OUTPUTS[shape.config.norm_placement]):
-        return rows * shape.residual_factor
+        return (rows + stored) * shape.residual_factor - stored
     # A norm of queries undoes factors of their projection.
     if ".attention.q_norm." in name:
-        return rows * shape.query_factor
+        return (rows + stored) * shape.query_factor - stored
     if ".attention.qkv." in name and shape.config.qk_norm is None:
         # Each group has its query heads, its key and its value.
         heads = shape.config.num_attention_heads // shape.query_groups

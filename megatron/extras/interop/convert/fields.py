@@ -39,9 +39,17 @@ _OF_ROPE_SCALING: dict[RopeScaling, dict[str, str]] = {
 }
 """Scaling -> our field -> their key in `rope_parameters`."""
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
+LATENT_FIELDS = (
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    *("latent_norm_epsilon", "mscale", "mscale_all_dim"),
+)
+"""Fields that have no effect without latent attention."""
 _FOLDED = {"parametrization", "base_width", "base_depth", "base_kv_channels"}
 """Fields whose factors an export multiplies into the weights. See `folding`."""
-NOT_ARCHITECTURE = {"seq_length", "hidden_dropout", "output_init_method_std", *_FOLDED}
+NOT_ARCHITECTURE = {
+    *("seq_length", "hidden_dropout", "output_init_method_std", "linear_time_step"),
+    *_FOLDED,
+}
 """Fields that a class may lack. They do not change what a trained model computes."""
 
 
@@ -475,10 +483,31 @@ def describe_expert_layers(chosen: Collection[int], num_layers: int) -> str:
         chosen: Numbers of the layers with experts.
         num_layers: Layers of the model.
     """
-    flags = [int(number in chosen) for number in range(num_layers)]
-    if all(flags):
+    if len(chosen) == num_layers:
         return "1"
+    return describe_chosen_layers(chosen, num_layers)
+
+
+def describe_chosen_layers(chosen: Collection[int], num_layers: int) -> str:
+    """Return the list with a 1 for each of these layers, as in ([0]*1+[1]*15)."""
+    flags = [int(number in chosen) for number in range(num_layers)]
     return "(" + "+".join(f"[{flag}]*{len(list(run))}" for flag, run in groupby(flags)) + ")"
+
+
+def _normalise_latents(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of latent attention as `normalise_model` sets them."""
+    if not model.multi_latent_attention:
+        return {name: _DEFAULTS[name] for name in LATENT_FIELDS}
+    found: dict[str, Any] = {
+        "latent_norm_epsilon": model.latent_norm_epsilon or model.layernorm_epsilon
+    }
+    if model.rope_scaling != "yarn":
+        found |= {name: _DEFAULTS[name] for name in ("mscale", "mscale_all_dim")}
+    return found
+
+
+def _leave_out_one(factor: float | None) -> float | None:
+    return None if factor == 1 else factor
 
 
 def normalise_model(model: ModelConfig) -> ModelConfig:
@@ -511,12 +540,31 @@ def normalise_model(model: ModelConfig) -> ModelConfig:
         used = {} if model.rope_scaling is None else _OF_ROPE_SCALING[model.rope_scaling]
         every = {name for each in _OF_ROPE_SCALING.values() for name in each}
         unused += every - used.keys()
+    if model.position_embedding_type == "rotary" and not any(
+        shape.describe_layer(layer).rotary for layer in range(model.num_layers)
+    ):
+        unused += Rope().model_fields
     if model.sliding_window is None:
         unused.append("full_attention_layers")
+    changes |= _normalise_latents(model)
+    if shape.linear_layers:
+        changes["linear_attention_freq"] = describe_chosen_layers(
+            shape.linear_layers, model.num_layers
+        )
+        changes["linear_norm_epsilon"] = model.linear_norm_epsilon or model.layernorm_epsilon
+        changes["linear_norm_placement"] = model.linear_norm_placement or model.norm_placement
+    else:
+        unused += [name for name in _DEFAULTS if name.startswith("linear_")]
+        unused.append("experimental_attention_variant")
     if model.num_experts is None:
         unused += [name for name in _DEFAULTS if name.startswith("moe_")]
     else:
         changes["moe_ffn_hidden_size"] = shape.expert_width
+        changes["moe_router_topk_scaling_factor"] = _leave_out_one(
+            model.moe_router_topk_scaling_factor
+        )
+        if model.moe_router_num_groups is None:
+            unused.append("moe_router_group_score")
         changes["moe_layer_freq"] = describe_expert_layers(shape.expert_layers, model.num_layers)
     changes |= {name: _DEFAULTS[name] for name in unused}
     return dataclasses.replace(model, **changes)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.base.errors import CheckpointError
+from megatron.base.errors import CheckpointError, ConfigError
 from megatron.config.fields import LoadedConfig
 from megatron.config.model import ModelConfig
 from megatron.extras.interop.convert.megatron_args import load_run_config, make_state
@@ -69,6 +69,15 @@ class MegatronCheckpoint:
         """Return the tensors of the new checkpoint, after a check of their names."""
         model = loaded.config.model
         source = self._source
+        for flag, given in (
+            ("--experimental-attention-variant", model.experimental_attention_variant),
+            ("--attention-output-gate", model.attention_output_gate),
+        ):
+            if given:
+                raise ConfigError(
+                    f"the saved arguments have {flag}, whose tensors are not imported from "
+                    "Megatron's checkpoints; convert the model to the format of Hugging Face first"
+                )
         if model.num_layers > len(source.names):
             # Each layer would be built, and a wrong number may be too large for that.
             raise CheckpointError(

@@ -19,7 +19,8 @@ from megatron.base.errors import CheckpointError, ConfigError
 from megatron.base.outside_file import SETTINGS_BYTES, check_regular, load_json
 from megatron.extras.interop.convert import mxfp4
 from megatron.extras.interop.convert.architectures import Architecture
-from megatron.extras.interop.convert.expert_fields import ExpertNames, ExpertPart
+from megatron.extras.interop.convert.expert_fields import ExpertPart
+from megatron.extras.interop.convert.packed import RowPart
 from megatron.extras.interop.convert.tensors import divide_by_size, refuse_problems
 
 _INDEX = "model.safetensors.index.json"
@@ -28,20 +29,23 @@ _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Names of the format."""
 _MAX_LAYERS = 2000
 """Largest number of layers that is accepted."""
+Divide = Callable[[str, tuple[int, ...]], Mapping[str, ExpertPart | RowPart]]
 
 
 class HfTensors:
     """The tensors of a folder, by name.
 
-    A tensor of all experts, as `transformers` has it in memory, counts as one for each expert.
+    A tensor of all experts, as `transformers` has it in memory, counts as one for each expert. One
+    with several parameters of this trainer counts as one for each of them.
     """
 
-    def __init__(self, folder: Path, experts: ExpertNames | None = None) -> None:
+    def __init__(self, folder: Path, divide: Divide | None = None) -> None:
         """Find the files of all tensors.
 
         Args:
             folder: The folder.
-            experts: Names of the experts, if the model has any.
+            divide: Returns the parts of a tensor of a name and a shape. See `Architecture.divide`.
+                Default: no tensor has parts.
 
         Raises:
             CheckpointError: a file is missing or damaged, or the tensors are not safetensors.
@@ -50,8 +54,8 @@ class HfTensors:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, str] = {}
         self._dtypes: dict[str, str] = {}
-        self._whole: dict[str, tuple[str, ExpertPart]] = {}
-        """Name of an expert's tensor -> the tensor of all experts, and where it is in it."""
+        self._whole: dict[str, tuple[str, ExpertPart | RowPart]] = {}
+        """Name of a part -> the tensor that has it, and where it is in it."""
         for name in _find_files(folder):
             with self._open(name) as file:
                 for key in file.keys():  # noqa: SIM118 - it is no dictionary
@@ -63,11 +67,12 @@ class HfTensors:
                     found = file.get_slice(key)
                     self.shapes[key] = tuple(found.get_shape())
                     self._dtypes[key] = found.get_dtype()
-        if experts is not None:
+        if divide is not None:
             for key in [key for key in self.shapes if key.endswith(mxfp4.BLOCKS)]:
                 self._join_blocks(key)
-            for key in list(self.shapes):
-                self._divide(key, experts.divide(key, self.shapes[key]))
+            parts = {key: divide(key, shape) for key, shape in self.shapes.items()}
+            for key, own in parts.items():
+                self._divide(key, own)
 
     def _join_blocks(self, blocks: str) -> None:
         """Count blocks in MXFP4 and their scales as one tensor in bf16, if they fit together."""
@@ -79,11 +84,11 @@ class HfTensors:
             self.shapes[blocks] = (*shape[:-2], shape[-2] * mxfp4.NUMBERS)
             self._dtypes[blocks] = "BF16"
 
-    def _divide(self, whole: str, parts: Mapping[str, ExpertPart]) -> None:
-        """Put the tensors of experts in the place of the one that has them all.
+    def _divide(self, whole: str, parts: Mapping[str, ExpertPart | RowPart]) -> None:
+        """Put the parts of a tensor in its place.
 
         Raises:
-            CheckpointError: the folder has an expert twice.
+            CheckpointError: the folder has a part twice.
         """
         if not parts:
             return
@@ -106,6 +111,8 @@ class HfTensors:
         """
         whole, part = self._whole.get(name, (name, ExpertPart()))
         with self._open(self._files[whole]) as file:
+            if isinstance(part, RowPart):
+                return part.take(file.get_tensor(whole))
             if part.number is not None:
                 own = file.get_slice(whole)[part.number]
                 if whole.endswith(mxfp4.BLOCKS):
@@ -292,7 +299,8 @@ def list_other_names(
     word = f"{architecture.modules['embedding.word']}.weight"
     others = []
     for name in sorted(set(stored) - set(known)):
-        if any(re.fullmatch(pattern, name) for pattern in architecture.not_stored):
+        ignored = (*architecture.not_stored, *architecture.left_out)
+        if any(re.fullmatch(pattern, name) for pattern in ignored):
             continue
         if name == head and word in stored and torch.equal(read(head), read(word)):
             continue

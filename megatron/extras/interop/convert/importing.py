@@ -4,8 +4,10 @@ Invariant: the checkpoint gets its name after the model was compared with `trans
 safetensors, JSON and a tokenizer are read, so nothing in the folder can run code.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +70,11 @@ def import_model(
     pairs = pair_tensors(
         architecture, ModelShape(model, hf_config.vocab_size, hf_config.vocab_size)
     )
-    tensors = HfTensors(folder, architecture.experts)
+    tensors = HfTensors(folder, partial(architecture.divide, model))
+    for pattern, what in architecture.left_out.items():
+        number = sum(re.fullmatch(pattern, name) is not None for name in tensors.shapes)
+        if number:
+            log(f"warning: {number} tensors are left out, because {what} is not supported")
     expected = list_hf_shapes(pairs)
     hf = HfModel(
         architecture,

@@ -270,6 +270,13 @@ def load_run_config(run: SavedRun, vocab_size: int) -> tuple[LoadedConfig, list[
     Raises:
         ConfigError: a setting is not possible here.
     """
+    # The flag exists here, so the tables of translators would accept it.
+    if run.args.get("multi_latent_attention"):
+        raise ConfigError(
+            "the arguments of the checkpoint are not possible here: tensors of "
+            "--multi-latent-attention are not read from Megatron's checkpoints; import the model "
+            "in Hugging Face's format"
+        )
     words, used = _write_words(run.args)
     # Megatron averages the means of the microbatches, unless an argument changes it.
     words = ["--loss-mean", "microbatch", *words]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.extras.interop.convert.architectures import Architecture
+from megatron.extras.interop.convert.latent_fields import BALANCE, LATENT_QUERY, order_rows
 from megatron.model.gpt import GPT
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
@@ -39,6 +40,8 @@ class TensorPair:
     """Groups, query heads of a group, and width of a head. None: no queries, keys and values."""
     fused: bool
     """Whether Hugging Face has one tensor with all queries before all keys and values."""
+    order: tuple[int, ...] | None = None
+    """The row of ours for each row of Hugging Face's tensor. None: the same order."""
 
     def to_hf(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return Hugging Face's tensors with the same numbers."""
@@ -49,16 +52,25 @@ class TensorPair:
             parts = tuple(part.flatten(0, 2) for part in by_group.split((heads, 1, 1), dim=1))
             if self.fused:
                 parts = (torch.cat(parts),)
+        if self.order is not None:
+            parts = tuple(part[list(self.order)] for part in parts)
         if self.transposed:
             parts = tuple(part.t() for part in parts)
-        return tuple(part.contiguous() for part in parts)
+        # The kernel of a convolution has one more dimension of size 1.
+        sized = zip(parts, self.hf_shapes, strict=True)
+        return tuple(part.reshape(size).contiguous() for part, size in sized)
 
     def from_hf(self, parts: Sequence[Tensor]) -> Tensor:
         """Return our tensor with the numbers of Hugging Face's."""
         if self.transposed:
             parts = [part.t() for part in parts]
+        if self.order is not None:
+            ours = torch.empty_like(parts[0])
+            ours[list(self.order)] = parts[0]
+            return ours
         if self.rows is None:
-            return torch.cat(list(parts))
+            whole = torch.cat(list(parts))
+            return whole if whole.dim() == len(self.shape) else whole.view(self.shape)
         groups, heads, width = self.rows
         if self.fused:
             rows = groups * width
@@ -83,10 +95,16 @@ def pair_tensors(architecture: Architecture, shape: ModelShape) -> list[TensorPa
     Raises:
         ConfigError: a tensor has no name in the architecture of Hugging Face.
     """
-    return [
+    pairs = [
         _pair_tensor(architecture, shape, name, size)
         for name, size in list_our_tensors(shape).items()
     ]
+    if shape.config.moe_router_enable_expert_bias:
+        # It is no parameter, because no gradient changes it.
+        size = (shape.config.num_experts or 0,)
+        names = [f"{_BLOCKS}{layer}.{BALANCE}" for layer in sorted(shape.expert_layers)]
+        pairs += [_pair_tensor(architecture, shape, name, size) for name in names]
+    return pairs
 
 
 def _pair_tensor(
@@ -109,16 +127,28 @@ def _pair_tensor(
         return TensorPair(name, size, hf_names, hf_sizes, layer, False, None, fused=False)
     if module == _QKV:
         return _pair_qkv(architecture, shape, name, size, layer, prefix)
-    if inside in architecture.modules:
+    order = None
+    if shape.config.multi_latent_attention:
+        order = order_rows(inside, shape.config)
+    modules = dict(architecture.modules)
+    if layer in shape.linear_layers:
+        modules |= architecture.linear_modules
+    elif shape.config.q_lora_rank is not None:
+        modules["attention.query"] = LATENT_QUERY
+    if inside in modules:
         # The table of positions is a parameter of our embedding, and a module of `transformers`.
-        hf_name = prefix + architecture.modules[inside]
-    elif module in architecture.modules:
-        hf_name = f"{prefix}{architecture.modules[module]}.{leaf}"
+        hf_name = prefix + modules[inside]
+    elif module in modules:
+        hf_name = f"{prefix}{modules[module]}.{leaf}"
     else:
         raise ConfigError(f"{architecture.model_type} has no tensor for our {name}")
     transposed = module in architecture.transposed and len(size) == 2
     hf_size = size[::-1] if transposed else size
-    return TensorPair(name, size, (hf_name,), (hf_size,), layer, transposed, None, fused=False)
+    if leaf.endswith("_convolution"):
+        hf_size = (size[0], 1, size[1])
+    return TensorPair(
+        name, size, (hf_name,), (hf_size,), layer, transposed, None, fused=False, order=order
+    )
 
 
 def _pair_qkv(

@@ -126,7 +126,7 @@ def estimate_layer_activation_bytes(
     # Inputs of norms and column-parallel linear layers, and the masks of dropout at one byte each.
     replicated = value * 4 * w.h + (2 * w.h if shape.config.hidden_dropout else 0)
     # Queries, keys, values, the attention's output and the MLP's inner activations.
-    sharded = value * (w.q + 2 * w.k + w.q + w.mlp_in + w.f)
+    sharded = value * (w.q + w.k + w.v + w.context + w.mlp_in + w.f)
     if scores_kept:
         # Scores before and after the dropout, and its mask.
         sharded += (

@@ -253,14 +253,26 @@ def _format_model(plan: Plan, hardware: Hardware) -> list[str]:
             f"{plan.data_parallel_size} data; ZeRO {plan.zero_stage}{_describe_copies(plan)}",
         ),
         *_format_pipeline(plan),
-        _format_row(
-            "attention",
-            f"{plan.config.model.num_attention_heads} heads of {plan.head_dim}, "
-            f"{plan.num_query_groups} key/value groups",
-        ),
+        _format_row("attention", _describe_attention(plan)),
         *_format_mlp(plan),
         *_format_experts(plan, hardware),
     ]
+
+
+def _describe_attention(plan: Plan) -> str:
+    """Return the heads, and the key/value groups or the latent vectors."""
+    model = plan.config.model
+    heads = f"{model.num_attention_heads} heads of {plan.head_dim}"
+    if not model.multi_latent_attention:
+        return f"{heads}, {plan.num_query_groups} key/value groups"
+    queries = "" if model.q_lora_rank is None else f", and of {model.q_lora_rank:,} for queries"
+    # Both are stored once for all heads.
+    kept = model.kv_lora_rank + model.qk_pos_emb_head_dim
+    return (
+        f"{heads}, of which {model.qk_pos_emb_head_dim} rotary, values of {model.v_head_dim}; "
+        f"latent vectors of {model.kv_lora_rank:,}{queries}; generation keeps {kept:,} numbers of "
+        "a token and layer"
+    )
 
 
 def _format_mlp(plan: Plan) -> list[str]:

@@ -46,6 +46,8 @@ class Linear:
     output."""
     complete: tuple[int, int]
     """Sizes of a weight in the complete model."""
+    replicated: bool = False
+    """Whether each tensor-parallel rank has all of the weights."""
 
     @property
     def weights(self) -> int:
@@ -74,18 +76,56 @@ class ScaleMessage:
     bytes: int
 
 
+def list_attention_linears(shape: ModelShape, tensor: int) -> list[Linear]:
+    """Return the linear layers of attention on a tensor-parallel rank, the output last."""
+    config = shape.config
+    h = config.hidden_size
+    if shape.attention == "latent":
+        return _list_latent_linears(shape, tensor)
+    q = config.num_attention_heads * shape.head_dim
+    k = shape.query_groups * shape.head_dim
+    own_k = max(1, shape.query_groups // tensor) * shape.head_dim
+    queries: tuple[int, ...] = (q // tensor + 2 * own_k,)
+    if config.attention_output_gate:
+        queries += (q // tensor,)
+    return [
+        Linear(h, queries, row_parallel=False, complete=(q + 2 * k, h)),
+        Linear(q // tensor, (h,), row_parallel=True, complete=(h, q)),
+    ]
+
+
+def _list_latent_linears(shape: ModelShape, tensor: int) -> list[Linear]:
+    config = shape.config
+    h = config.hidden_size
+    queries, latent = config.q_lora_rank, config.kv_lora_rank
+    q, context, pairs = (
+        config.num_attention_heads * width
+        for width in (shape.head_dim, shape.value_dim, config.qk_head_dim + shape.value_dim)
+    )
+    shared = latent + config.qk_pos_emb_head_dim
+    # Ranks with a shard of the sequence compute these for their own tokens only.
+    found = [Linear(h, (shared,), row_parallel=False, complete=(shared, h), replicated=True)]
+    if queries is not None:
+        found.append(
+            Linear(h, (queries,), row_parallel=False, complete=(queries, h), replicated=True)
+        )
+    source = queries or h
+    return [
+        *found,
+        Linear(source, (q // tensor,), row_parallel=False, complete=(q, source)),
+        Linear(latent, (pairs // tensor,), row_parallel=False, complete=(pairs, latent)),
+        Linear(context // tensor, (h,), row_parallel=True, complete=(h, context)),
+    ]
+
+
 def list_linears(shape: ModelShape, tensor: int) -> list[Linear]:
     """Return the linear layers of a transformer layer on a tensor-parallel rank."""
     config = shape.config
     h = config.hidden_size
     f = shape.ffn_hidden_size
-    q = config.num_attention_heads * shape.head_dim
-    k = shape.query_groups * shape.head_dim
-    own_k = max(1, shape.query_groups // tensor) * shape.head_dim
     entries = 1 + get_activation(config).gated
     return [
-        Linear(h, (q // tensor + 2 * own_k,), row_parallel=False, complete=(q + 2 * k, h)),
-        Linear(q // tensor, (h,), row_parallel=True, complete=(h, q)),
+        *list_attention_linears(shape, tensor),
         Linear(h, (f // tensor,) * entries, row_parallel=False, complete=(f, h)),
         Linear(f // tensor, (h,), row_parallel=True, complete=(h, f)),
     ]

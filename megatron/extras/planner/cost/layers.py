@@ -22,6 +22,7 @@ from megatron.extras.planner.cost.float8 import (
     Rounding,
     ScaleMessage,
     count_rounding,
+    list_attention_linears,
     list_float8_linears,
     list_linears,
     list_scale_messages,
@@ -168,7 +169,18 @@ class LayerTimes:
         # Heads are divided over tensor-parallel ranks.
         self._q = config.num_attention_heads * shape.head_dim // layout.tensor
         # With fewer groups than ranks, each rank has one group.
-        self._k = max(1, shape.query_groups // layout.tensor) * shape.head_dim
+        groups = max(1, shape.query_groups // layout.tensor)
+        self._k = groups * shape.head_dim
+        self._v = groups * shape.value_dim
+        self._result = config.num_attention_heads * shape.value_dim // layout.tensor
+        self._entered = config.hidden_size
+        """Width of what the entries of attention exchange."""
+        self._latent = 0
+        """Width of the latent vectors."""
+        if shape.attention == "latent":
+            self._latent = (config.q_lora_rank or 0) + config.kv_lora_rank
+            self._entered = config.q_lora_rank or config.hidden_size
+            self._entered += config.kv_lora_rank + config.qk_pos_emb_head_dim
         self._f = self._mlp_width // layout.tensor
         self._gated = get_activation(config).gated
         self._mlp_in = self._f * (1 + self._gated)
@@ -314,7 +326,7 @@ class LayerTimes:
         width = self._shape.head_dim
         kernel = self._choose_kernel(window)
         if kernel == "none":
-            return self._estimate_scores(heads, width)
+            return self._estimate_scores(heads)
         # Half of the square is masked. A window masks all keys before it as well.
         keys = min(self._length, window or self._length)
         seen = keys - keys * keys / (2 * self._length)
@@ -325,7 +337,7 @@ class LayerTimes:
             seen = self._length
             read = self._value * self._tokens * heads * self._length
             bias = estimate_memory_seconds(read, self._hardware)
-        flops = 4 * self._tokens * seen * heads * width
+        flops = 2 * self._tokens * seen * heads * (width + self._shape.value_dim)
         forward = estimate_flash_seconds(
             flops,
             width,
@@ -354,13 +366,13 @@ class LayerTimes:
             in_blocks=self._software.attends_in_blocks,
         )
 
-    def _estimate_scores(self, heads: int, width: int) -> Passes:
-        """Estimate attention without a fused kernel, on this rank's heads of this width."""
+    def _estimate_scores(self, heads: int) -> Passes:
+        """Estimate attention without a fused kernel, on this rank's heads."""
         batch = self._layout.micro_batch * heads
         rows = self._length // self._layout.context
         # Each head of each sample is one product of the batch.
-        scores = Gemm(rows, self._length, width, batch, self._value)
-        values = Gemm(rows, width, self._length, batch, self._value)
+        scores = Gemm(rows, self._length, self._shape.head_dim, batch, self._value)
+        values = Gemm(rows, self._shape.value_dim, self._length, batch, self._value)
         elements = batch * rows * self._length
         # Softmax reads and writes; dropout does so again and writes a mask of one byte.
         passed = self._value * elements
@@ -396,7 +408,7 @@ class LayerTimes:
         if software.compiled:
             operators = fused = _COMPILED
         h = config.hidden_size
-        projected = self._q + 2 * self._k
+        projected = self._q + self._k + self._v
         # Sums with the residual stream, and of the gradients of an input of two products.
         sums = (15 if self._gated else 12) * h
         # Two norms read and write, and then read two tensors and write one.
@@ -408,13 +420,15 @@ class LayerTimes:
             # A kernel adds as well, and computes the mask again in the backward pass.
             size += operators * (5 if software.compiled else 4) * h
         # With sequence parallelism, ranks share it.
-        size /= self._layout.tensor**self._layout.sequence_parallel
+        share = self._layout.tensor**self._layout.sequence_parallel
+        size /= share
+        size += _NORM * 5 * self._latent / share
         if config.qk_norm is not None:
             size += _NORM * 5 * (self._q + self._k)
         if config.position_embedding_type != "rotary":
             # The gradients of all three are joined.
             size += operators * 2 * projected
-        elif software.fused_rotation or software.compiled:
+        elif software.compiled or (software.fused_rotation and not self._latent):
             size += fused * 4 * projected
         else:
             size += operators * 18 * projected
@@ -428,6 +442,8 @@ class LayerTimes:
         # The gradient of a bias is a sum over all tokens.
         size += operators * (self._mlp_in + h) * self._shape.has_mlp_bias
         size += operators * (projected + h) * self._shape.has_attention_bias
+        # A sigmoid and a product, and their gradients.
+        size += operators * 13 * self._q * config.attention_output_gate
         if self._k < self._q:
             # Queries of a group are copied to one piece.
             size += operators * 4 * self._q
@@ -449,9 +465,19 @@ class LayerTimes:
         backward = self._estimate_entries()
         if self._layout.sequence_parallel:
             backward += 2 * self._time_collective(size, passes=1)
-        return Passes(
-            Seconds(tensor=2 * self._time_collective(size, passes=2)), Seconds(tensor=backward)
-        )
+        forward = self._time_collective(size, passes=2) + self._time_attention_messages(size)
+        return Passes(Seconds(tensor=forward), Seconds(tensor=backward))
+
+    def _time_attention_messages(self, size: float) -> float:
+        """Return the seconds of the messages of attention in a forward pass.
+
+        Args:
+            size: Bytes of the hidden states.
+        """
+        if not self._layout.sequence_parallel:
+            return self._time_collective(size, passes=2)
+        entered = self._value * self._tokens * self._entered
+        return self._time_collective(size, passes=1) + self._time_collective(entered, passes=1)
 
     def _estimate_context_parallel(self, core: Passes) -> Passes:
         """Estimate the messages of a layer between context-parallel ranks.
@@ -491,9 +517,10 @@ class LayerTimes:
         """
         if self._layout.exchange_heads:
             # Queries, keys and values, and the result on the way back.
-            return self._value * self._tokens * (2 * self._q + 2 * self._k)
+            sent = self._q + self._k + self._v + self._result
+            return self._value * self._tokens * sent
         # Keys and values of the complete sequence. A short window needs fewer, which is left out.
-        return 2 * self._value * self._k * self._tokens * self._layout.context
+        return self._value * (self._k + self._v) * self._tokens * self._layout.context
 
     def _estimate_entries(self) -> float:
         """Estimate what the messages at the entries add to the backward pass.
@@ -501,15 +528,13 @@ class LayerTimes:
         The entries are the projection to queries, keys and values, and that to the MLP. See
         `parallel/entered_linear.py`.
         """
-        size = self._value * self._tokens * self._shape.config.hidden_size
-        once = self._time_collective(size, passes=1)
         added = 0.0
-        queries, _, mlp, _ = self._list_projections()
-        for product in (queries, mlp):
+        for products in self._list_entries():
+            size = self._value * self._tokens * products[0].k
+            once = self._time_collective(size, passes=1)
             # The sum of the input's gradient needs the product of the input.
-            of_input, of_weight = (
-                self._time_gemms([each]) for each in self._derive_backward(product)
-            )
+            pairs = [self._derive_backward(product) for product in products]
+            of_input, of_weight = (self._time_gemms(each) for each in zip(*pairs, strict=True))
             contention = self._software.contention
             if self._layout.sequence_parallel:
                 added += estimate_added_seconds(once, of_input, contention)
@@ -517,6 +542,16 @@ class LayerTimes:
             else:
                 added += estimate_added_seconds(2 * once, of_weight, contention)
         return added
+
+    def _list_entries(self) -> list[list[Gemm]]:
+        """Return the products at each entry of a tensor-parallel region."""
+        linears = list_linears(self._shape, self._layout.tensor)
+        # The gradients of other inputs are complete on each rank.
+        return [
+            [product]
+            for linear, product in zip(linears, self._list_projections(), strict=True)
+            if not (linear.row_parallel or linear.replicated)
+        ]
 
     def _time_collective(self, size: float, passes: int) -> float:
         return estimate_collective_seconds(size, self._layout.tensor, self._hardware, passes=passes)
@@ -570,7 +605,8 @@ class MixtureTimes(LayerTimes):
 
     def _list_projections(self) -> list[Gemm]:
         h = self._shape.config.hidden_size
-        attention = super()._list_projections()[:2]
+        number = len(list_attention_linears(self._shape, self._layout.tensor))
+        attention = super()._list_projections()[:number]
         if not self._f:
             return attention
         return [*attention, self._make_gemm(self._mlp_in, h), self._make_gemm(h, self._f)]
@@ -582,8 +618,9 @@ class MixtureTimes(LayerTimes):
         size = self._value * self._tokens * self._shape.config.hidden_size
         # Attention has an all-reduce in each pass, or two messages of the same bytes. The shared
         # expert has as many.
-        halves = 2 if self._f else 1
-        forward = halves * self._time_collective(size, passes=2)
+        forward = self._time_attention_messages(size)
+        if self._f:
+            forward += self._time_collective(size, passes=2)
         if not self._layout.sequence_parallel:
             forward += self._time_collective(size, passes=1)
         return Passes(Seconds(tensor=forward), Seconds(tensor=forward))

@@ -15,6 +15,7 @@ from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.layout import RankLayout, Software
 from megatron.extras.planner.cost.parameters import (
     count_dense_matrices,
+    count_linear_layers,
     count_mixtures,
     sum_stages,
 )
@@ -308,11 +309,16 @@ def count_rank_parameters(
 ) -> tuple[int, ...]:
     """Return the parameters of each pipeline rank, before ranks with the same ones share them."""
     layers = count_layers_per_rank(stages, layout.pipeline)
-    experts = tuple(
-        sum(count_mixtures(shape, stage.layers) for stage in own)
-        for own in (stages[rank :: layout.pipeline] for rank in range(layout.pipeline))
+    experts, linear = (
+        tuple(
+            sum(count(shape, stage.layers) for stage in own)
+            for own in (stages[rank :: layout.pipeline] for rank in range(layout.pipeline))
+        )
+        for count in (count_mixtures, count_linear_layers)
     )
-    return flops.count_stage_parameters(shape, layout.tensor, layers, experts, layout.expert or 1)
+    return flops.count_stage_parameters(
+        shape, layout.tensor, layers, experts, layout.expert or 1, linear
+    )
 
 
 def count_own_parameters(

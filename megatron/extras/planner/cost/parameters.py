@@ -27,6 +27,10 @@ class Widths:
     f: int
     q: int
     k: int
+    v: int
+    """Width of all values."""
+    context: int
+    """Width of what the attention core returns."""
     mlp_in: int
     """Outputs of the MLP's first linear layer: f, or 2f with a GLU."""
 
@@ -39,6 +43,8 @@ def get_widths(shape: ModelShape) -> Widths:
         f=f,
         q=shape.config.num_attention_heads * shape.head_dim,
         k=shape.query_groups * shape.head_dim,
+        v=shape.query_groups * shape.value_dim,
+        context=shape.config.num_attention_heads * shape.value_dim,
         mlp_in=f * (1 + get_activation(shape.config).gated),
     )
 
@@ -83,9 +89,7 @@ def _count_layer(shape: ModelShape, tensor: int, expert: int | None) -> LayerPar
 
 def count_layer(shape: ModelShape, layout: RankLayout, layer: int) -> LayerParameters:
     """Return the parameters of the layer with this number on one rank."""
-    if layer not in shape.expert_layers:
-        return _count_layer(shape, layout.tensor, None)
-    return _count_layer(shape, layout.tensor, layout.expert or 1)
+    return sum_layers(shape, layout, range(layer, layer + 1))
 
 
 def count_mixtures(shape: ModelShape, layers: range) -> int:
@@ -101,14 +105,23 @@ def _count_mixtures(shape: ModelShape, layers: range) -> int:
     return sum(layer in shape.expert_layers for layer in layers)
 
 
+def count_linear_layers(shape: ModelShape, layers: range) -> int:
+    """Return how many of these layers have a gated delta net."""
+    if shape.config.experimental_attention_variant is None:
+        return 0
+    return len(shape.linear_layers.intersection(layers))
+
+
 def sum_layers(shape: ModelShape, layout: RankLayout, layers: range) -> LayerParameters:
     """Return the parameters of several layers on one rank."""
     number = count_mixtures(shape, layers)
     dense = _count_layer(shape, layout.tensor, None)
     mixture = dense if not number else _count_layer(shape, layout.tensor, layout.expert or 1)
     plain = len(layers) - number
+    linear = count_linear_layers(shape, layers)
+    more = linear and linear * flops.count_linear_surplus(shape, layout.tensor)
     return LayerParameters(
-        plain * dense.dense + number * mixture.dense,
+        plain * dense.dense + number * mixture.dense + more,
         plain * dense.experts + number * mixture.experts,
     )
 
@@ -130,7 +143,9 @@ def count_dense_matrices(shape: ModelShape, layout: RankLayout, layers: range) -
     shared = shape.config.moe_shared_expert_intermediate_size or 0
     # The MLP of these layers has the width of the shared expert.
     narrower = w.h * (w.mlp_in + w.f) // w.f * (w.f - shared) // layout.tensor
-    return len(layers) * of_layer - number * narrower
+    linear = count_linear_layers(shape, layers)
+    more = linear and linear * flops.count_linear_surplus(shape, layout.tensor, matrices=True)
+    return len(layers) * of_layer - number * narrower + more
 
 
 def share_parameters(block: LayerParameters, layout: RankLayout) -> Held:
@@ -294,7 +309,12 @@ def _count_vectors(shape: ModelShape, layout: RankLayout, stage: Stage) -> int:
     # Embeddings of positions are matrices, so what is left beside matrices are vectors.
     of_layer = flops.count_layer_parameters(shape, layout.tensor)
     of_layer -= flops.count_layer_matrix_parameters(shape, layout.tensor)
-    return len(stage.layers) * of_layer + flops.count_norm_parameters(shape)
+    linear = count_linear_layers(shape, stage.layers)
+    every, matrices = (
+        flops.count_linear_surplus(shape, layout.tensor, matrices=only) for only in (False, True)
+    )
+    more = linear * (every - matrices)
+    return len(stage.layers) * of_layer + more + flops.count_norm_parameters(shape)
 
 
 def _count_rounded(layout: RankLayout, microbatches: int, *, in_fp32: bool) -> int:

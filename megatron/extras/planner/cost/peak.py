@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 
-from megatron.config.model import MLPKind
+from megatron.config.model import AttentionKind, MLPKind
+from megatron.extras.planner.cost.delta_net import TENSORS_BY_ATTENTION
 from megatron.extras.planner.cost.float8 import list_float8_linears
 from megatron.extras.planner.cost.layout import Float8, RankLayout, Software
 from megatron.extras.planner.cost.parameters import (
@@ -86,24 +87,32 @@ def _find_kinds(
 ) -> frozenset[int]:
     """Return the last layer of each kind in a stage, as the number of layers after it.
 
-    Kinds differ in the window of attention, in the MLP, and in whether the layer is recomputed or
+    Kinds differ in attention and its window, in the MLP, and in whether the layer is recomputed or
     in float8.
     """
-    found: dict[tuple[int | None, bool, bool, MLPKind], int] = {}
+    found: dict[tuple[int | None, bool, bool, MLPKind, AttentionKind], int] = {}
     for after, layer in enumerate(reversed(layers)):
         again = flops.count_recomputed_layers(range(layer, layer + 1), share) > 0
         in_float8 = float8 is not None and float8.covers(layer)
         described = shape.describe_layer(layer)
-        found.setdefault((described.window, again, in_float8, described.mlp), after)
+        kind = described.window, again, in_float8, described.mlp, described.attention
+        found.setdefault(kind, after)
     return frozenset(found.values())
 
 
+_Kind = tuple[bool, MLPKind, AttentionKind]
+"""Whether a layer has a sliding window, and the kinds of its parts."""
+
+
 @lru_cache(maxsize=256)
-def _list_kinds(shape: ModelShape) -> tuple[tuple[bool, MLPKind], ...]:
-    """Return whether each layer has a sliding window, and its kind of MLP."""
+def _list_kinds(shape: ModelShape) -> tuple[_Kind, ...]:
+    """Return the kind of each layer."""
     length = shape.config.seq_length
     described = map(shape.describe_layer, range(shape.config.num_layers))
-    return tuple((each.window is not None and each.window < length, each.mlp) for each in described)
+    return tuple(
+        (each.window is not None and each.window < length, each.mlp, each.attention)
+        for each in described
+    )
 
 
 class _RankPeak:
@@ -147,14 +156,16 @@ class _RankPeak:
         self._tensors = next(iter(self._kinds.values()))
         """Those outside of layers are the same for all kinds."""
         self._of_dense = flops.count_layer_parameters(shape, layout.tensor)
+        self._is_dense = layout.expert is None and not shape.linear_layers
+        """Whether all layers have attention and an MLP."""
         # Layers that are left out of float8.
         self._plain = self._measure(replace(software, float8=None))
         self._visit_bytes = {stage.index: self._sum_visit(stage) for stage in stages}
 
     # -- sizes ------------------------------------------------------------------------------------
 
-    def _measure(self, software: Software) -> dict[tuple[bool, MLPKind], TensorSizes]:
-        """Return (with a sliding window, with experts) -> the tensors of such layers."""
+    def _measure(self, software: Software) -> dict[_Kind, TensorSizes]:
+        """Return kind -> the tensors of such layers."""
         return {
             kind: measure_tensors(
                 self._shape,
@@ -164,6 +175,7 @@ class _RankPeak:
                 holds_outside=self._holds_outside,
                 windowed=kind[0],
                 mlp=kind[1],
+                kind=TENSORS_BY_ATTENTION.require(kind[2]).require(kind[1]),
             )
             for kind in sorted(set(self._kind_of_layer))
         }
@@ -215,7 +227,7 @@ class _RankPeak:
     def _count(self, layers: range) -> LayerParameters:
         """Return the parameters of layers on this rank."""
         # A search asks so often that the dense case is worth its own line.
-        if self._layout.expert is None:
+        if self._is_dense:
             return LayerParameters(len(layers) * self._of_dense)
         return sum_layers(self._shape, self._layout, layers)
 

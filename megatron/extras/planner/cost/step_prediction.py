@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from megatron.config.model import MLPKind
+from megatron.config.model import AttentionKind, MLPKind
 from megatron.config.table import Absent, Table
 from megatron.extras.planner.cost.communication import (
     Collectives,
@@ -19,6 +19,7 @@ from megatron.extras.planner.cost.communication import (
     estimate_small_all_reduce_seconds,
     estimate_time,
 )
+from megatron.extras.planner.cost.delta_net import TIMES_BY_ATTENTION
 from megatron.extras.planner.cost.float8 import (
     count_step_rounding,
     count_weight_scales,
@@ -47,6 +48,7 @@ from megatron.extras.planner.cost.parameters import (
     count_gather_bytes,
     count_head_parameters,
     count_layer,
+    count_linear_layers,
     count_mixtures,
     count_product_bytes,
     count_root_parameters,
@@ -355,13 +357,13 @@ class StepPrediction:
         return self.job.tokens / self.seconds / self.job.layout.ranks
 
 
-_Kind = tuple[int | None, MLPKind]
-"""Attention window of a layer, and its kind of MLP."""
+_Kind = tuple[int | None, MLPKind, AttentionKind]
+"""Attention window of a layer, and the kinds of its parts."""
 
 
 def _find_kind(shape: ModelShape, layer: int) -> _Kind:
     described = shape.describe_layer(layer)
-    return described.window, described.mlp
+    return described.window, described.mlp, described.attention
 
 
 @dataclass(frozen=True)
@@ -393,8 +395,12 @@ def _estimate_parts(
     kinds = {_find_kind(shape, index) for index in range(shape.config.num_layers)}
     plain, again = {}, {}
     for kind in kinds:
-        window, mlp = kind
-        of_kind = classes[mlp](*arguments)
+        window, mlp, attention = kind
+        # Other trainers have times of their own for layers with attention only.
+        of_layer = classes[mlp]
+        if attention != "dot_product":
+            of_layer = TIMES_BY_ATTENTION.require(attention).require(mlp)
+        of_kind = of_layer(*arguments)
         plain[kind] = of_kind.estimate_layer(window)
         again[kind] = of_kind.estimate_recomputed_layer(window)
     return _Parts(plain, again, times.estimate_embedding(), times.estimate_output())
@@ -444,7 +450,10 @@ def _estimate_stages(
 
     # A search has many stages of few kinds.
     kinds = [
-        (len(stage.layers), count_mixtures(job.shape, stage.layers), stage.first, stage.last)
+        (
+            *(len(stage.layers), count_mixtures(job.shape, stage.layers)),
+            *(count_linear_layers(job.shape, stage.layers), stage.first, stage.last),
+        )
         for stage in stages
     ]
     traffic = {

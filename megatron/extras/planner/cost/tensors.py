@@ -9,13 +9,14 @@ feed-forward size, a heads of width d, g query groups, q = a d and k = g d width
 keys, v padded vocabulary, t tensor-parallel size. All results are bytes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Literal, cast
 
 from megatron.config.model import MLPKind
 from megatron.config.table import Table
+from megatron.extras.planner.cost.float8 import list_attention_linears
 from megatron.extras.planner.cost.layout import RankLayout, Software
 from megatron.extras.planner.cost.parameters import count_rows
 from megatron.model.layer_parts import NORMS, get_activation
@@ -54,6 +55,8 @@ def choose_kernel(
     if in_blocks:
         return "none"
     biased = windowed or shape.config.position_embedding_type == "alibi"
+    # Torch's flash kernel takes values that are as wide as keys.
+    flash = flash and (cudnn or shape.value_dim == shape.head_dim)
     if flash and half and (cudnn or not biased):
         return "flash"
     if shape.query_groups == shape.config.num_attention_heads:
@@ -110,6 +113,7 @@ def measure_tensors(
     holds_outside: bool | None = None,
     windowed: bool = False,
     mlp: MLPKind = "dense",
+    kind: "Callable[..., LayerTensors] | None" = None,
 ) -> TensorSizes:
     """Return the sizes of the tensors of one microbatch.
 
@@ -121,6 +125,7 @@ def measure_tensors(
         holds_outside: The same for parameters outside of layers. Default: as in layers.
         windowed: Whether the layer has a sliding window that is shorter than the sequence.
         mlp: The kind of MLP.
+        kind: What counts a layer. Default: that of layers with attention.
     """
     # Only these fields matter, so many layouts of a search have the same sizes.
     key = RankLayout(
@@ -139,7 +144,9 @@ def measure_tensors(
     )
     if holds_outside is None:
         holds_outside = holds
-    return _measure(shape, key, software, holds, holds_outside, windowed, mlp)
+    # A class can be a part of the cache's key, which mypy does not see.
+    of_layer = cast(Hashable, kind or MLP_TENSORS.require(mlp))
+    return _measure(shape, key, software, holds, holds_outside, windowed, of_layer)
 
 
 @lru_cache(maxsize=4096)
@@ -150,9 +157,8 @@ def _measure(
     holds: bool,
     holds_outside: bool,
     windowed: bool,
-    mlp: MLPKind,
+    kind: "Callable[..., LayerTensors]",
 ) -> TensorSizes:
-    kind = _KINDS.require(mlp)
     tensors = kind(shape, layout, software, holds, holds_outside, windowed)
     first = kind(shape, layout, software, holds, holds_outside, windowed, starts=True)
     return TensorSizes(
@@ -192,7 +198,7 @@ def _find_highest(steps: Iterable[tuple[float, float]]) -> float:
     return highest
 
 
-class _Tensors:
+class LayerTensors:
     """The tensors of a layer, of the embedding and of the loss."""
 
     def __init__(
@@ -228,6 +234,7 @@ class _Tensors:
             software.fused_rotation
             and config.position_embedding_type == "rotary"
             and config.qk_norm is None
+            and shape.attention == "dot_product"
         )
         # The projection to queries, keys and values has two weights if ranks share query groups.
         self._fused_projection = self._fused and shape.query_groups >= layout.tensor
@@ -256,9 +263,15 @@ class _Tensors:
         # Several ranks share a query group if there are fewer groups than ranks.
         groups = max(1, shape.query_groups // layout.tensor)
         per_value = self.value * self._tokens
-        self._q = per_value * self._heads * shape.head_dim
-        self._k = per_value * groups * shape.head_dim
+        self._q: float = per_value * self._heads * shape.head_dim
+        self._k: float = per_value * groups * shape.head_dim
+        self._v = per_value * groups * shape.value_dim
+        self._qkv = self._q + self._k + self._v
+        """Queries, keys and values."""
+        self._result = per_value * self._heads * shape.value_dim
+        """What the attention core returns."""
         self._f = per_value * shape.ffn_hidden_size // layout.tensor
+        self._gate: float = self._q * config.attention_output_gate
         self._layout = layout
         self.whole = per_value * config.hidden_size
         """Hidden states of all tokens."""
@@ -317,7 +330,11 @@ class _Tensors:
         if copied and self._config.qk_norm is None:
             # The core keeps copies of all three.
             return 0.0
-        size: float = self._q + 2 * self._k
+        if self._shape.attention == "latent":
+            # Values are a part of what one product returns, with keys that are copied.
+            pairs = self._config.qk_head_dim + self._shape.value_dim
+            return self._q + self._k + self.value * self._tokens * self._heads * pairs
+        size: float = self._qkv
         if self._fused_rotation:
             # The kernel writes all three, and the projection is not kept.
             return size
@@ -342,8 +359,8 @@ class _Tensors:
         rank these are all. Ranks that exchange heads have queries, keys and values of their heads.
         """
         if self._exchanges:
-            return self._q + 2 * self._k
-        return 1.5 * 2 * self._k * self._context
+            return self._qkv
+        return 1.5 * (self._k + self._v) * self._context
 
     @property
     def _shared(self) -> float:
@@ -356,6 +373,8 @@ class _Tensors:
         if self._exchanges:
             return size
         if self._shape.query_groups < self._config.num_attention_heads:
+            return self._q + size
+        if self._shape.attention == "latent":
             return self._q + size
         # The queries are a view of what the rotation wrote, or of the projection.
         others = 2
@@ -412,17 +431,29 @@ class _Tensors:
         # flash kernel writes the order of the queries, which is the one that the product reads.
         if self._context > 1 and not self._selective:
             # The results of the parts, or of some heads, are joined to a new tensor.
-            return self._q + self._keep_input(self._q)
+            return self._result + self._keep_input(self._result)
         if self._kernel == "efficient" and self._samples > 1 and not self._selective:
-            return self._q + self._keep_input(self._q)
+            return self._result + self._keep_input(self._result)
         if self._tensorwise:
             # The kernel keeps its own result, unless it is computed again.
-            return self._keep_input(self._q) + self._q * (not self._selective)
-        return self._q
+            return self._keep_input(self._result) + self._result * (not self._selective)
+        return self._result
+
+    @property
+    def _latents(self) -> float:
+        """The latent vectors before and after their norms, the rotary key, and the statistics."""
+        if self._shape.attention != "latent":
+            return 0.0
+        config = self._config
+        queries = config.q_lora_rank or 0
+        width = 2 * queries + 2 * config.kv_lora_rank + config.qk_pos_emb_head_dim
+        share = self._t if self._sequence_parallel else 1
+        return self.value * self._tokens * width / share + 2 * self._statistics
 
     @cached_property
     def _attention(self) -> float:
-        kept = self._projected + self._context_copies
+        # The gate keeps its sigmoid, and its product with the result of attention.
+        kept = self._projected + self._latents + self._context_copies + 2 * self._gate
         if self._selective:
             return kept
         return kept + self._core
@@ -442,18 +473,18 @@ class _Tensors:
         size = 0.0
         if "matmul" in self._kept_operators:
             # The projections, and what both row-parallel products return before they are added up.
-            size += self._q + 2 * self._k + self._halves * self._f + 2 * self.whole
+            size += self._qkv + self._halves * self._f + 2 * self.whole
         if "matmul" in self._kept_operators and self._in_blocks:
             # Logits for the keys up to the end of each block, and results. Only fp16 is converted.
             s = self._config.seq_length
             square = self._heads * self._tokens * (s + min(s, self._block_rows)) / 2
-            size += (4 if self._fp16 else self.value) * square + self._q
+            size += (4 if self._fp16 else self.value) * square + self._result
         elif "matmul" in self._kept_operators and self._kernel == "none":
             # Logits and results of attention are products in fp32.
             square = self._heads * self._tokens * self._config.seq_length
-            size += 4 * square + self._q * 4 / self.value
+            size += 4 * square + self._result * 4 / self.value
         if "attention" in self._kept_operators and self._kernel != "none":
-            size += self._q + self._core
+            size += self._result + self._core
         return size
 
     @cached_property
@@ -463,7 +494,7 @@ class _Tensors:
         The recomputation ends before this product then, so torch drops its result only after the
         backward pass of the layer. A fused product tells torch what it keeps after it has run.
         """
-        normed = {"input": False, "output": True}[self._config.norm_placement]
+        normed = not self._config.has_norms_first
         if "matmul" not in self._kept_operators or self._fused or self._dropped or normed:
             return 0.0
         return self.whole
@@ -504,12 +535,18 @@ class _Tensors:
 
     @cached_property
     def _weights(self) -> tuple[float, float, float, float]:
-        """Gradients of the matrices: qkv, output, MLP input and output, in this order."""
+        """Gradients of the matrices: qkv, output, MLP input and output, in this order.
+
+        Those before latent attention are counted together.
+        """
         # An activation [T, width] belongs to a matrix [h, width] of the same dtype.
         h = self._config.hidden_size
         qkv, context, inner = (
-            size * h / self._tokens for size in (self._q + 2 * self._k, self._q, self._f)
+            size * h / self._tokens for size in (self._qkv + self._gate, self._result, self._f)
         )
+        if self._shape.attention == "latent":
+            linears = list_attention_linears(self._shape, self._t)[:-1]
+            qkv = self.value * sum(each.weights for each in linears)
         return qkv, context, self._halves * inner, inner
 
     @cached_property
@@ -553,7 +590,8 @@ class _Tensors:
         yield from self._list_output_steps()
         yield from self._list_core_steps()
         projected = self._compute_weight(self._weights[0], fused=self._fused_projection)
-        yield from self._list_entry_steps([self._q + 2 * self._k], projected)
+        gates = [self._gate] if self._gate else []
+        yield from self._list_entry_steps([self._qkv, *gates], projected)
         yield from self._list_norm_steps(kept=self.x)
 
     def _list_feed_forward_steps(self) -> Iterable[tuple[float, float]]:
@@ -603,25 +641,27 @@ class _Tensors:
         dropped = self._dropped
         weight = self._compute_weight(self._weights[1], fused=self._fused)
         yield dropped + self._gathered, self._mask
-        copies = max(0.0, self._context_copies - self._q)
-        yield from self._list_rounded_gradients([self.whole], self._q)
-        yield self._q, 0.0
+        copies = max(0.0, self._context_copies - self._result)
+        yield from self._list_rounded_gradients([self.whole], self._result)
+        yield self._result, 0.0
         left = self._count_rounded([self.whole])
         yield weight[0], weight[1] + dropped + self._gathered + copies + left
+        # Gradients of the gate and of the result take the place of what the gate keeps.
+        yield 2 * self._gate, 3 * self._gate
 
     def _list_core_steps(self) -> Iterable[tuple[float, float]]:
         """Yield the steps from the gradient of the attention's result to that of the projection."""
-        projected = self._q + 2 * self._k
+        projected = self._qkv
         again = 0.0
         if self._selective:
-            again = self._q
+            again = self._result
             if self._context > 1:
-                again = 2 * self._q + self._received
+                again = self._q + self._result + self._received
             yield self._core + again, 0.0
         if self._kernel == "none":
             # Gradients of the probabilities and of the logits.
             square = self._heads * self._tokens * self._config.seq_length
-            both = 2 * 4 * square
+            both: float = 2 * 4 * square
             if self._in_single_block:
                 # The product freed its input before, which is what dropout made of them.
                 both -= self.value * square
@@ -633,10 +673,10 @@ class _Tensors:
         if self._context > 1:
             # Gradients of what was received, before they are sent.
             yield self._received, self._received
-        results: float = 2 * self._q
+        results: float = 2 * self._result
         if self._tensorwise and self._selective:
             # The product keeps its input, but not the result of attention.
-            results = self._q + self._keep_input(self._q)
+            results = self._result + self._keep_input(self._result)
         yield projected, self._projected + self._core + results + again
         # The gradients of queries, keys and values are joined to that of the projection. This takes
         # at most two more tensors of its size: the gradients before the rotation, and the result.
@@ -754,7 +794,7 @@ class _Tensors:
         return 4 * self.output_matrix if self._half and not self._holds_outside else 0.0
 
 
-class _MixtureTensors(_Tensors):
+class MixtureTensors(LayerTensors):
     """The tensors of a layer with experts. `megatron.model.experts` has its operators.
 
     n tokens are routed by this rank, N = n k rows are sent and m are received.
@@ -809,7 +849,7 @@ class _MixtureTensors(_Tensors):
 
     @cached_property
     def _feed_forward(self) -> float:
-        """See `_Tensors`. The input of the half is kept for the shared expert only."""
+        """See `LayerTensors`. The input of the half is kept for the shared expert only."""
         _, sent, received = self._rows
         size = self._router + received + sent
         size += self._kept_inner * self._inner
@@ -819,13 +859,13 @@ class _MixtureTensors(_Tensors):
 
     @cached_property
     def _weights(self) -> tuple[float, float, float, float]:
-        """See `_Tensors`. The last two are those of the experts."""
+        """See `LayerTensors`. The last two are those of the experts."""
         qkv, out, _, _ = super()._weights
         return qkv, out, self._halves * self._matrix, self._matrix
 
     @cached_property
     def pending_gradients(self) -> float:
-        """See `_Tensors`. Those of experts are accumulated before the others."""
+        """See `LayerTensors`. Those of experts are accumulated before the others."""
         if not self.holds:
             return 0.0
         return sum(self._weights[:2]) * self.gradient_value / self.value
@@ -839,7 +879,7 @@ class _MixtureTensors(_Tensors):
         return size + converted, size + converted
 
     def _list_feed_forward_steps(self) -> Iterable[tuple[float, float]]:
-        """See `_Tensors`."""
+        """See `LayerTensors`."""
         if self._shared_inner:
             # The shared expert is computed last, so its backward pass comes first.
             more = self._kept_inner * self._shared_inner
@@ -881,5 +921,7 @@ class _MixtureTensors(_Tensors):
         yield 0.0, dropped
 
 
-_KINDS: Table[type[_Tensors]] = Table("MLP", {"dense": _Tensors, "experts": _MixtureTensors})
+MLP_TENSORS: Table[type[LayerTensors]] = Table(
+    "MLP", {"dense": LayerTensors, "experts": MixtureTensors}
+)
 """Kind of MLP -> the tensors of a layer with it."""

@@ -368,8 +368,11 @@ def _replace_attention() -> None:
         else:
             kernel = _choose_kernel(
                 {
-                    # These two kernels take grouped queries as they are.
-                    "FLASH_ATTENTION": half and (attn_mask is None or by_position),
+                    # These two kernels take grouped queries as they are. The first one does not
+                    # take values of another width than keys.
+                    "FLASH_ATTENTION": half
+                    and (attn_mask is None or by_position)
+                    and value.shape[3] == key.shape[3],
                     # It refuses a single key.
                     "CUDNN_ATTENTION": half and not by_position and key.shape[2] > 1,
                     "EFFICIENT_ATTENTION": not enable_gqa,

@@ -303,6 +303,11 @@ def _reduce_model(plan: Plan, grid: Grid) -> Values:
         "model.max_position_embeddings": length + 8 * (table > model.seq_length),
         "model.sliding_window": _choose_window(plan, grid),
     }
+    if model.multi_latent_attention:
+        # Each width is another one.
+        values |= {"model.kv_lora_rank": 20, "model.qk_head_dim": 6, "model.v_head_dim": 10}
+        values |= {"model.qk_pos_emb_head_dim": 4}
+        given["model.q_lora_rank"] = 12
     values |= _replace_given(plan, given) | _reduce_experts(plan, grid)
     if has_delta_nets(plan.config):
         values |= _reduce_delta_nets(plan, grid)

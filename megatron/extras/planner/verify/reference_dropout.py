@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron.model.attention import SelfAttention
+from megatron.model.attention import Attention
 from megatron.model.gpt import GPT
 from megatron.model.positions import Positions
 from megatron.plan.run_plan import Plan
@@ -97,7 +97,7 @@ class ReferenceMasks:
 
     def attend(
         self,
-        attention: SelfAttention,
+        attention: Attention,
         p: float,
         site: int,
         query: Tensor,
@@ -147,7 +147,7 @@ def use_masks(model: GPT, plan: Plan) -> ReferenceMasks:
         if hidden > 0:
             _replace_forward(block.attention_dropout, masks, hidden, site + 1)
             _replace_forward(block.mlp_dropout, masks, hidden, site + 2)
-        if config.attention_dropout > 0 and isinstance(block.attention, SelfAttention):
+        if config.attention_dropout > 0 and isinstance(block.attention, Attention):
             compute = partial(masks.attend, block.attention, config.attention_dropout, site)
             block.attention._compute_core = compute  # type: ignore[method-assign]
     return masks

@@ -22,9 +22,9 @@ from megatron.model.shape import ModelShape
 class ReferenceParameter:
     """A kind of parameter."""
 
-    start: float | Literal["table", "vector", "matrix", "output", "kernel", "rate", "step"]
-    """Its initial value, or what it is if its values are drawn. An output writes to the residual
-    stream. Only tables, matrices and outputs are subject to weight decay."""
+    start: float | Literal["norm", "table", "vector", "matrix", "output", "kernel", "rate", "step"]
+    """Its initial value, or what it is if the value follows from flags or is drawn. An output
+    writes to the residual stream. Only tables, matrices and outputs are subject to weight decay."""
 
     @property
     def decays(self) -> bool:
@@ -46,7 +46,9 @@ PARAMETERS = {
     "embedding.word.weight": _TABLE,
     "embedding.position": _TABLE,
     "head.weight": _TABLE,
-    "norm.weight": _ONE,
+    # The output norm of a gated delta net is never centred at zero.
+    "attention.norm.weight": _ONE,
+    "norm.weight": ReferenceParameter("norm"),
     "norm.bias": _ZERO,
     "attention.qkv.weight": _MATRIX,
     "attention.qkv.bias": _ZERO,
@@ -54,6 +56,7 @@ PARAMETERS = {
     "attention.out.bias": _ZERO,
     "attention.sink": ReferenceParameter("vector"),
     **{f"attention.{part}.weight": _MATRIX for part in ("query", "key", "value", "beta", "alpha")},
+    **{f"attention.{part}.weight": _MATRIX for part in ("query_down", "latent_down", "latent_up")},
     "_convolution": ReferenceParameter("kernel"),
     "attention.A_log": ReferenceParameter("rate"),
     "attention.dt_bias": ReferenceParameter("step"),
@@ -108,6 +111,8 @@ def compute_initial_weight(
     row = find_row(name)
     if isinstance(row.start, float):
         return torch.full(size, row.start)
+    if row.start == "norm":
+        return torch.full(size, 0.0 if config.apply_layernorm_1p else 1.0)
     # The formulas are those of the flags' help.
     std: Any = config.init_method_std
     if std == "small":

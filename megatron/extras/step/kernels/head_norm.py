@@ -130,13 +130,14 @@ def divide_projection(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values. See `RotateProjection`.
 
-    PyTorch's operators compute LayerNorm, norms over all heads, and norms that torch.compile
-    traces.
+    PyTorch's operators compute LayerNorm, norms over all heads or with --apply-layernorm-1p, and
+    norms that torch.compile traces.
     """
     if query_norm is None or key_norm is None:
         return rotate_projection(qkv, cos, sin)
-    traced = torch.compiler.is_compiling()
-    if isinstance(query_norm, RMSNorm) and isinstance(key_norm, RMSNorm) and not traced:
-        return normalise_projection(qkv, query_norm, key_norm, cos, sin)
+    if isinstance(query_norm, RMSNorm) and isinstance(key_norm, RMSNorm):
+        traced = torch.compiler.is_compiling()
+        if not (traced or query_norm.zero_centred):
+            return normalise_projection(qkv, query_norm, key_norm, cos, sin)
     query, key, value = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
     return rotate(query_norm(query), cos, sin), rotate(key_norm(key), cos, sin), value

@@ -149,9 +149,9 @@ def add_and_normalise(x: Tensor, branch: Tensor | None, norm: Norm) -> tuple[Ten
     """Return x + branch and its norm. See `AddAndNormalise`.
 
     A residual stream in fp32 has weights of another dtype. PyTorch's operators compute it, a norm
-    without a kernel, and what torch.compile traces.
+    without a kernel or with --apply-layernorm-1p, and what torch.compile traces.
     """
-    centred = NORM_KERNELS.get(norm.name)
+    centred = None if norm.zero_centred else NORM_KERNELS.get(norm.name)
     if centred is None or x.dtype != norm.weight.dtype or torch.compiler.is_compiling():
         total = x if branch is None else x + branch
         return total, norm(total)

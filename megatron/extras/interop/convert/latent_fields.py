@@ -1,0 +1,252 @@
+"""Latent attention and the experts of DeepSeek in classes of `transformers`."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from megatron.base.errors import ConfigError
+from megatron.config.model import ModelConfig
+from megatron.extras.interop.convert.fields import (
+    LATENT_FIELDS,
+    Rope,
+    describe_expert_layers,
+    describe_setting,
+)
+from megatron.model.shape import ModelShape
+
+_WIDTHS = {
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_head_dim": "qk_nope_head_dim",
+    "qk_pos_emb_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+}
+"""Our width -> theirs."""
+_SCALES = ("mscale", "mscale_all_dim")
+_EPSILON = 1e-6
+"""Epsilon of the norms of latent vectors, which no field of theirs changes."""
+_SHARED = "moe_shared_expert_intermediate_size"
+_EXPERT_FIELDS = tuple(
+    each.name
+    for each in dataclasses.fields(ModelConfig)
+    if each.name == "num_experts" or each.name.startswith("moe_")
+)
+NO_LATENTS = {
+    each.name: each.default
+    for each in dataclasses.fields(ModelConfig)
+    if each.name in LATENT_FIELDS or each.name == "multi_latent_attention"
+}
+"""The fields of latent attention in a class without it."""
+LATENT_QUERY = "self_attn.q_b_proj"
+"""Their name of the matrix that gives queries from latent vectors."""
+LATENT_MODULES = {
+    "attention.query": "self_attn.q_proj",
+    "attention.query_down": "self_attn.q_a_proj",
+    "attention.query_norm": "self_attn.q_a_layernorm",
+    "attention.latent_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.latent_norm": "self_attn.kv_a_layernorm",
+    "attention.latent_up": "self_attn.kv_b_proj",
+    "mlp.shared.gate": "mlp.shared_experts.gate_proj",
+    "mlp.shared.up": "mlp.shared_experts.up_proj",
+    "mlp.shared.down": "mlp.shared_experts.down_proj",
+    "mlp.router.balance": "mlp.gate.e_score_correction_bias",
+}
+"""Our module -> theirs, beside those of Llama."""
+BALANCE = "mlp.router.balance"
+"""Our name inside a layer of the bias of balancing."""
+
+
+@lru_cache(maxsize=64)
+def order_rows(name: str, model: ModelConfig) -> tuple[int, ...] | None:
+    """Return for each row of theirs the row of our matrix, or None if the order is the same.
+
+    Our rotary channels are the first of a head, in two halves. Theirs are the last, as pairs.
+
+    Args:
+        name: Name of the matrix inside a layer.
+        model: The model.
+    """
+    rotary = model.qk_pos_emb_head_dim
+    # Row 2i of theirs is row i of our first half, and row 2i + 1 that of our second half.
+    pairs = [row for pair in range(rotary // 2) for row in (pair, pair + rotary // 2)]
+    if name == "attention.latent_down.weight":
+        # Only the key that all heads share is rotated.
+        latent = model.kv_lora_rank
+        return (*range(latent), *(latent + row for row in pairs))
+    if name != "attention.query.weight":
+        return None
+    width = rotary + model.qk_head_dim
+    head = [*range(rotary, width), *pairs]
+    return tuple(at * width + row for at in range(model.num_attention_heads) for row in head)
+
+
+@dataclass(frozen=True)
+class Latents:
+    """The widths of latent attention."""
+
+    @property
+    def model_fields(self) -> tuple[str, ...]:
+        """See `Pair`."""
+        return ("multi_latent_attention", *_WIDTHS, "latent_norm_epsilon", "kv_channels")
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """See `Pair`."""
+        if not model.multi_latent_attention:
+            raise ConfigError("the class has latent attention, and this model has not")
+        if model.latent_norm_epsilon != _EPSILON:
+            raise ConfigError(
+                f"--latent-norm-epsilon {model.latent_norm_epsilon} has no equivalent, only "
+                f"{_EPSILON}"
+            )
+        return {theirs: getattr(model, ours) for ours, theirs in _WIDTHS.items()}
+
+    def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Pair`."""
+        found = {ours: hf[theirs] for ours, theirs in _WIDTHS.items()}
+        return found | {"multi_latent_attention": True, "latent_norm_epsilon": _EPSILON}
+
+
+@dataclass(frozen=True)
+class LatentRope(Rope):
+    """Frequencies whose scaling also changes the logits."""
+
+    @property
+    def model_fields(self) -> tuple[str, ...]:
+        """See `Pair`."""
+        return (*super().model_fields, *_SCALES)
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """See `Pair`."""
+        found = super().write(model)
+        # The class reads the factor on logits from here, whatever `attention_factor` is.
+        if model.rope_scaling == "yarn":
+            found["rope_parameters"] |= {name: getattr(model, name) for name in _SCALES}
+        return found
+
+    def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Pair`."""
+        found = super().read(hf)
+        if found.get("rope_scaling") == "yarn":
+            # A value of 0 is no scaling in the class, as if it were missing.
+            given = hf["rope_parameters"]
+            found["mscale"] = float(given.get("mscale") or 1.0)
+            found["mscale_all_dim"] = float(given.get("mscale_all_dim") or 0.0)
+        return found
+
+
+@dataclass(frozen=True)
+class DeepseekExperts:
+    """Router and experts of DeepSeek-V2 or V3, of which the first layers have none."""
+
+    version: Literal["V2", "V3"]
+
+    @property
+    def model_fields(self) -> tuple[str, ...]:
+        """See `Pair`."""
+        return (*_EXPERT_FIELDS, "ffn_hidden_size")
+
+    def _list_fixed(self, *, grouped: bool) -> dict[str, Any]:
+        """Return our fields that the class fixes."""
+        new = self.version == "V3"
+        return {
+            "moe_router_score_function": "sigmoid" if new else "softmax",
+            "moe_router_enable_expert_bias": new,
+            "moe_router_pre_softmax": not new,
+            "moe_router_group_score": "max" if grouped and not new else "sum",
+            "moe_shared_expert_gate": False,
+        }
+
+    def _check_choice(self, topk: int, groups: int | None, best: int | None) -> None:
+        """Check that both sides choose the same experts.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        if self.version != "V3":
+            return
+        # Ours leaves a single weight as the score that it is.
+        if topk < 2:
+            raise ConfigError("a token that uses one expert has a weight of 1 in the class only")
+        # The class always adds up two.
+        if groups is not None and best is not None and topk // best != 2:
+            raise ConfigError(
+                f"a group is as good as its best {topk // best} experts here (--moe-router-topk / "
+                "--moe-router-group-topk), and as its best 2 in the class"
+            )
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """See `Pair`."""
+        if model.num_experts is None:
+            raise ConfigError("the class has experts, and this model has none")
+        groups, best = model.moe_router_num_groups, model.moe_router_group_topk
+        for name, value in self._list_fixed(grouped=groups is not None).items():
+            if getattr(model, name) != value:
+                raise ConfigError(
+                    f"{describe_setting(name, getattr(model, name))} has no equivalent"
+                )
+        self._check_choice(model.moe_router_topk, groups, best)
+        width = ModelShape(model, 0, 0).expert_width
+        shared = getattr(model, _SHARED)
+        if not shared or shared % width:
+            raise ConfigError(
+                f"{describe_setting(_SHARED, shared)} has no equivalent: the class has shared "
+                f"experts, each {width} wide"
+            )
+        # Several shared experts are one MLP, because each token uses all of them.
+        experts = ModelShape(model, 0, 0).expert_layers
+        first = model.num_layers - len(experts)
+        if experts != frozenset(range(first, model.num_layers)):
+            raise ConfigError(
+                f"{describe_setting('moe_layer_freq', model.moe_layer_freq)} has no equivalent: "
+                "only the first layers of the class may have an MLP"
+            )
+        found: dict[str, Any] = {
+            "n_routed_experts": model.num_experts,
+            "num_experts_per_tok": model.moe_router_topk,
+            "moe_intermediate_size": width,
+            "intermediate_size": model.ffn_hidden_size,
+            "first_k_dense_replace": first,
+            "n_shared_experts": shared // width,
+            "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+            # One group allows all experts, as no group does.
+            "n_group": groups or 1,
+            "topk_group": best or 1,
+            "norm_topk_prob": self.version == "V3",
+        }
+        if self.version == "V2":
+            limited = "greedy" if groups is None else "group_limited_greedy"
+            return found | {"topk_method": limited}
+        return found | {"num_nextn_predict_layers": 0}
+
+    def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Pair`."""
+        expected = self.version == "V3"
+        if hf["norm_topk_prob"] != expected:
+            raise ConfigError(f"norm_topk_prob must be {expected} in Deepseek{self.version}")
+        layers, first = int(hf["num_hidden_layers"]), int(hf["first_k_dense_replace"])
+        if not 0 <= first < layers or hf.get("moe_layer_freq", 1) != 1:
+            raise ConfigError(
+                f"first_k_dense_replace {first} and moe_layer_freq {hf.get('moe_layer_freq', 1)} "
+                f"of {layers} layers are not supported here"
+            )
+        topk, width = int(hf["num_experts_per_tok"]), int(hf["moe_intermediate_size"])
+        groups = best = None
+        # V2 Lite names groups, and its method does not use them.
+        limited = self.version == "V3" or hf["topk_method"] == "group_limited_greedy"
+        if limited and (hf["n_group"] or 1) > 1:
+            groups, best = int(hf["n_group"]), int(hf["topk_group"])
+        self._check_choice(topk, groups, best)
+        factor = float(hf["routed_scaling_factor"])
+        return self._list_fixed(grouped=groups is not None) | {
+            "num_experts": int(hf["n_routed_experts"]),
+            "moe_router_topk": topk,
+            "moe_ffn_hidden_size": width,
+            "ffn_hidden_size": int(hf["intermediate_size"]),
+            "moe_layer_freq": describe_expert_layers(range(first, layers), layers),
+            _SHARED: int(hf["n_shared_experts"]) * width,
+            "moe_router_topk_scaling_factor": None if factor == 1 else factor,
+            "moe_router_num_groups": groups,
+            "moe_router_group_topk": best,
+        }
