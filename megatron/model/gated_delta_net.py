@@ -194,6 +194,7 @@ class GatedDeltaNet(nn.Module):
         )
         # exp(A_log) and the step are large and small numbers, so 16 bits would lose digits of both.
         beta, alpha = (part.flatten(2).permute(1, 2, 0).to(wide) for part in parts[3:])
+        # The step is above 0, so each decay is below 1.
         step = F.softplus(alpha + bias.to(wide).unsqueeze(1))
         mixed, state = (self.operators.delta_rule or apply_delta_rule)(
             normalise_length(query) * self.key_dim**-0.5,

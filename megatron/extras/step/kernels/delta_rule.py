@@ -42,6 +42,7 @@ class DeltaRuleKernel:
             # The kernels take documents as one sample, [1, b s, ...].
             bounds = pack_documents(documents, query.device).bounds.long()
             inputs = [x.flatten(0, 1).unsqueeze(0) for x in inputs]
+        # The queries have their scale already.
         out, last = self._compute(
             *inputs, scale=1.0, initial_state=state, output_final_state=True, cu_seqlens=bounds
         )
