@@ -10,7 +10,7 @@ h: hidden size, q: width of all queries, d: width of a head, f: inner width of t
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import assert_never
+from typing import Any, assert_never
 
 from megatron.config.model import ModelConfig
 from megatron.config.table import Table
@@ -130,24 +130,33 @@ def centre_at_zero(specs: Specs) -> Specs:
 
 @dataclass(frozen=True)
 class SoftmaxRow:
-    """What a value of --softmax-type means. `sinks.py` has the functions."""
+    """What a value of --softmax-type means."""
 
-    has_sink: bool = False
-    """Whether each head has one more logit, without a value. It is 0 if it is no parameter."""
-    list_parameters: Callable[[int], Specs] = lambda heads: {}
-    """Returns the parameters of a layer with this many heads."""
+    weigh: Callable[[Any, Any], Any] | None = None
+    """Maps logits, [b, n, queries, keys], and a number of each head, [n], to the weights of values.
+    None: the softmax of the logits alone, which all kernels of PyTorch compute."""
+    parameter: str | None = None
+    """Name of the parameter of these numbers. None: they are 0."""
+
+    def list_parameters(self, heads: int) -> Specs:
+        """Return the parameters of a layer with this many heads."""
+        spec = make_vector_spec(heads, Init.VECTOR, shard_dim=0)
+        return {} if self.parameter is None else {self.parameter: spec}
 
 
-def _list_sink(heads: int) -> Specs:
-    return {"sink": make_vector_spec(heads, Init.VECTOR, shard_dim=0)}
+def _weigh_with_sink(logits: Any, sink: Any) -> Any:
+    """Return the softmax of logits and a sink, which has a weight and no value."""
+    # Only methods of the tensors are used, because this module imports no torch.
+    total = logits.logsumexp(3, keepdim=True).logaddexp(sink.float().view(-1, 1, 1))
+    return (logits - total).exp()
 
 
 SOFTMAXES = Table(
     "--softmax-type",
     {
         "vanilla": SoftmaxRow(),
-        "off-by-one": SoftmaxRow(has_sink=True),
-        "learnable": SoftmaxRow(has_sink=True, list_parameters=_list_sink),
+        "off-by-one": SoftmaxRow(_weigh_with_sink),
+        "learnable": SoftmaxRow(_weigh_with_sink, "sink"),
     },
 )
 """Value of --softmax-type -> its meaning."""

@@ -43,6 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {name: dict(each.ours) for name, each in FAM
     },
     "alibi with groups": {"position_embedding_type": "alibi", "num_query_groups": 2},
     "learned positions with a window": {"sliding_window": 4},
+    "a sink of 0 with groups": {"softmax_type": "off-by-one", "num_query_groups": 2},
     # A prompt of one token is shorter than the convolution.
     "gated delta nets": {
         "position_embedding_type": "rotary",

@@ -239,16 +239,18 @@ def run_step(
     *,
     variables: Mapping[str, str] | None = None,
     timeout: float | None = None,
+    before: Sequence[str] = (),
 ) -> int:
     """Run a step of this job and return its exit code.
 
-    Its output is appended to the main log.
+    Its output is appended to the main log. With `before`, these words start another program, which
+    gets the command of the step.
 
     Raises:
         OperationsError: srun cannot be started.
         subprocess.TimeoutExpired: The step took longer than `timeout` seconds.
     """
-    line = ["srun", *options, sys.executable, *program]
+    line = [*before, "srun", *options, sys.executable, *program]
     # In a checkout, `pretrain_gpt.py` is a path relative to it. An installed package has no such
     # file, and the paths are relative to the job's folder.
     folder = CHECKOUT if (CHECKOUT / "pretrain_gpt.py").is_file() else None

@@ -220,7 +220,14 @@ _TIMES: Table[type[LayerTimes]] = Table(
 _TENSORS: Table[type[LayerTensors]] = Table(
     "MLP", {"dense": _DeltaNetTensors, "experts": _DeltaNetMixtureTensors}
 )
-TIMES_BY_ATTENTION = Table("attention", {"dot_product": LAYER_TIMES, "gated_delta_net": _TIMES})
+# Latent attention has other widths than attention, which the same classes read from the model.
+TIMES_BY_ATTENTION = Table(
+    "attention",
+    {"dot_product": LAYER_TIMES, "latent": LAYER_TIMES, "gated_delta_net": _TIMES},
+)
 """Kind of attention -> kind of MLP -> the times of a layer."""
-TENSORS_BY_ATTENTION = Table("attention", {"dot_product": MLP_TENSORS, "gated_delta_net": _TENSORS})
+TENSORS_BY_ATTENTION = Table(
+    "attention",
+    {"dot_product": MLP_TENSORS, "latent": MLP_TENSORS, "gated_delta_net": _TENSORS},
+)
 """Kind of attention -> kind of MLP -> the tensors of a layer."""

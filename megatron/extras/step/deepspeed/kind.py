@@ -117,7 +117,12 @@ def check_settings(plan: Plan) -> Iterator[Finding]:
 
 
 def check_model(plan: Plan) -> Iterator[Finding]:
-    """Check that the model has no experts and no gated delta nets."""
+    """Check that the model has no experts, no gated delta nets and no softmax of its own."""
+    if plan.config.model.softmax_type != "vanilla":
+        yield error(
+            f"--softmax-type {plan.config.model.softmax_type} was not compared with DeepSpeed; "
+            "remove --deepspeed"
+        )
     variant = plan.config.model.experimental_attention_variant
     if variant is not None:
         yield error(
