@@ -21,7 +21,7 @@ class DeltaRuleKernel:
         """Import the kernels, for queries, keys and values in bf16 or in fp16."""
         kernels: Any = importlib.import_module("fla.ops.gated_delta_rule")
         self._compute = kernels.chunk_gated_delta_rule
-        self._dtype = torch.bfloat16 if in_bf16 else torch.float16
+        self._dtype = {True: torch.bfloat16, False: torch.float16}[in_bf16]
 
     def __call__(
         self,
