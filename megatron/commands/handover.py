@@ -27,7 +27,6 @@ from megatron.base import exit_codes
 from megatron.base.errors import ConfigError
 from megatron.base.plain_text import format_bytes, make_plain, print_line, print_to_stderr
 from megatron.commands.parts import load_command_line
-from megatron.config.tree import Config
 from megatron.console.parse import parse_arguments, split_at_double_dash
 from megatron.console.run_tool import run_tool
 from megatron.extras.object_store.objects import find_address
@@ -168,7 +167,8 @@ def _hand_over(options: HandoverArguments, command: Sequence[str]) -> int:
     except TooFewStepsError as reason:
         print_to_stderr(f"not rehearsed: {reason}")
         return exit_codes.NOT_DONE
-    _refuse_clock(record.config)
+    if record.config.batch.train_time is not None:
+        raise ConfigError("the run has --train-time, so its learning rate depends on the speed.")
     with rehearsal.ScratchFolder(options.scratch) as scratch:
         rehearsal.link_index_caches(config.data, scratch.path / "index")
         same = (scratch, command, record, run, options.time_limit)
@@ -191,19 +191,6 @@ def _hand_over(options: HandoverArguments, command: Sequence[str]) -> int:
     if answer.comparison.first is None and found.code is None:
         return exit_codes.OUT_OF_TIME
     return exit_codes.FOUND
-
-
-def _refuse_clock(config: Config) -> None:
-    """Refuse a run whose learning rate follows the clock.
-
-    Raises:
-        ConfigError: It does.
-    """
-    if config.batch.train_time is not None:
-        raise ConfigError(
-            f"the run has --train-time {config.batch.train_time}, so its learning rate depends on "
-            "the speed, and its steps cannot be trained again."
-        )
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_pool import ProcessPool, pretrain
+from process_pool import ProcessPool, pretrain, succeed
 
 from megatron.commands.handover import main
 from megatron.extras.operations.handover.rehearsal import ScratchFolder, find_program
@@ -15,7 +15,7 @@ SIZES = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
     "--global-batch-size 8 --hidden-dropout 0.1 --attention-dropout 0.1 --lr 2e-3 --min-lr 1e-4 "
     "--lr-decay-style cosine --eval-interval 1000 --eval-iters 0 --vocab-size 5000 "
-    "--train-iters 12 --save-interval 4 --exit-interval 10"
+    "--train-iters 12 --save-interval 4 --exit-interval 10 --log-interval 1 --log-format megatron"
 )
 
 
@@ -28,10 +28,9 @@ class Handover:
         paths = f"--data-path {data} --data-cache-path {folder}-cache"
         self.flags = f"{sizes} {paths} --save {folder} --load {folder}".split()
 
-    def train(self, flags: str = "", ranks: int = 1) -> None:
-        """Train until the run ends, or at a multiple of --exit-interval."""
-        for outcome in self.pool.run(ranks, pretrain, [*self.flags, *flags.split()]):
-            assert outcome.error is None, outcome.output
+    def train(self, flags: str = "", ranks: int = 1) -> str:
+        """Train until the run ends, or at a multiple of --exit-interval. Return the log."""
+        return succeed(self.pool.run(ranks, pretrain, [*self.flags, *flags.split()]))
 
     def rehearse(
         self,

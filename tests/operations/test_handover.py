@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,7 +33,8 @@ def digest_folder(folder: Path) -> dict[str, tuple[str, int]]:
 @pytest.fixture(scope="module")
 def recorded(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Handover:
     found = Handover(pool, corpus, tmp_path_factory.mktemp("handover") / "run")
-    found.train("--pipeline-model-parallel-size 2", ranks=4)
+    log = found.train("--pipeline-model-parallel-size 2", ranks=4)
+    found.folder.with_suffix(".log").write_text(log)
     return found
 
 
@@ -59,6 +61,19 @@ def test_another_layout_and_a_changed_rate(recorded: Handover) -> None:
     code, answer, _ = recorded.rehearse("--steps 2", rate, ranks=2)
     assert (code, answer["verdict"]) == (1, "no go: iteration 9, learning rate")
     assert answer["changes"]["--lr"] == ["0.002", "0.0019"]
+
+
+def test_the_log_of_another_trainer(recorded: Handover) -> None:
+    """Only what it logs is compared, to the digits that it has."""
+    log = recorded.folder.with_suffix(".log")
+    code, answer, _ = recorded.rehearse(f"--from 8 --steps 2 --log {log}")
+    assert (code, answer["verdict"]) == (0, "go")
+    assert {"loss", "gradient norm"} <= {each["name"] for each in answer["quantities"]}
+    assert "tokens of the batch" in answer["not_compared"]
+    text = re.sub(r"(iteration +10/.*lm loss: )\S+", r"\g<1>8.0E+00", log.read_text())
+    log.write_text(text)
+    code, answer, _ = recorded.rehearse(f"--from 8 --steps 2 --log {log}")
+    assert (code, answer["verdict"]) == (1, "no go: iteration 10, loss")
 
 
 def test_a_refused_command_is_no_go(recorded: Handover) -> None:
