@@ -68,7 +68,9 @@ class KeyValueCache:
             )
         stored = self._layers[layer]
         end = self._start + new[0].shape[2]
-        rows = slice(None) if self._rows is None else self._rows
+        rows: slice | Tensor = slice(None)
+        if self._rows is not None:
+            rows = self._rows
         for each, x in zip(stored, new, strict=True):
             each[rows, :, self._start : end] = x
         if self._rows is not None:
