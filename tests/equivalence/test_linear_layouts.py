@@ -101,7 +101,6 @@ LAYOUTS = [
         8,
         f"--expert-model-parallel-size 2 {CP2} {TP2} --zero-stage 1",
         (EXPERTS,),
-        short=True,
     ),
     Layout("HSDP, TP 2", 8, f"{HSDP} {TP2} --zero-stage 3"),
     Layout(
