@@ -128,9 +128,7 @@ def _compute_rstd(x: Tensor, eps: float) -> Tensor:
     # The squares of half-precision inputs may overflow, so the sum is accumulated in fp32.
     wide = torch.promote_types(x.dtype, torch.float32)
     mean_square = (
-        torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-        .square_()
-        .div_(x.shape[-1])
+        torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square_().div_(x.shape[-1])
     )
     return mean_square.add_(eps).rsqrt_()
 
