@@ -137,7 +137,9 @@ def _describe_speed(steps: Mapping[int, Step]) -> str:
         return "no step"
     text = f"{statistics.median(times[1:] or times):.3g} s for a step"
     peaks = [each["peak_memory_bytes"] for each in steps.values() if each.get("peak_memory_bytes")]
-    return f"{text}, {format_bytes(max(peaks))} of GPU memory" if peaks else text
+    if peaks:
+        text += f", {format_bytes(max(peaks))} of GPU memory"
+    return text
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -100,12 +100,13 @@ def compare_starts(
     if not recorded or not found:
         return {}
     pairs = {name: [recorded.get(name), found.get(name)] for name in _FACTS if name in recorded}
+    # Records of earlier versions have no packages.
     packages = [each.get("packages") or {} for each in (recorded, found)]
     if packages[0]:
         names = sorted(packages[0].keys() | packages[1].keys())
         pairs |= {name: [each.get(name) for each in packages] for name in names}
     changes = {
-        name: [None if each is None else str(each) for each in pair]
+        name: [each and str(each) for each in pair]
         for name, pair in pairs.items()
         if pair[0] != pair[1]
     }
@@ -113,8 +114,8 @@ def compare_starts(
     known = {item.flag: item.default for item in all_fields().values()}
     for flag, pair in settings.items():
         if flag not in own_flags:
-            default = str(known.get(flag))
-            changes[flag] = [default if each is None else each for each in pair]
+            # None stands for the default, which may be another one in the other version.
+            changes[flag] = [each or str(known.get(flag)) for each in pair]
     return changes
 
 
@@ -163,13 +164,16 @@ def compare_steps(
             continue
         for key, name in (*EXACT, *ROUNDED):
             pair = step.get(key), again.get(key)
+            # Only some runs have a curriculum, experts or a loss scale.
             if pair == (None, None):
                 continue
             if None in pair and not _is_loss(key):
                 missing[name] = None
                 continue
             is_exact = (key, name) in EXACT
-            limit = 0.0 if is_exact else max(bound, MARGIN * drift.get((iteration, key), 0.0))
+            # No rounding changes what must be equal.
+            limit = max(bound, MARGIN * drift.get((iteration, key), 0.0)) * (not is_exact)
+            # The log has a few digits of each number.
             if record.is_foreign and key in _FOREIGN_BOUND:
                 is_exact = False
                 limit = max(_FOREIGN_BOUND[key], limit)
@@ -187,6 +191,7 @@ def _is_loss(key: str) -> bool:
 def _compare(recorded: Any, found: Any, *, is_exact: bool) -> float:
     """Return the relative difference of two numbers. Without a number, they are equal or not."""
     numbers = [isinstance(each, int | float) for each in (recorded, found)]
+    # NaN is the only number that differs from itself.
     if recorded == found or all(each != each for each in (recorded, found)):
         return 0.0
     if is_exact or not all(numbers) or not all(map(math.isfinite, (recorded, found))):

@@ -79,7 +79,8 @@ def read_recorded_steps(
             f"--from {iteration}: {root} has no checkpoint of that iteration in its lineage; there "
             f"are: {listed}"
         )
-    wanted = sorted(lineage, reverse=True) if iteration is None else [iteration]
+    # The newest one is closest to what the run trains now.
+    wanted = [at for at in sorted(lineage, reverse=True) if iteration in (None, at)]
     reason = f"{root} has no checkpoint"
     for number in wanted:
         manifest = lineage[number]
@@ -98,8 +99,10 @@ def read_recorded_steps(
 
 def read_recorded(path: Path) -> dict[int, Step]:
     """Return the steps of a metrics file, without those that a later launch has undone."""
-    steps = read_metrics(path) if path.exists() else []
-    return {step["iteration"]: step for step in steps if "learning_rate" in step}
+    if not path.exists():
+        return {}
+    # An evaluation alone has an entry without a learning rate.
+    return {step["iteration"]: step for step in read_metrics(path) if "learning_rate" in step}
 
 
 def _read_foreign_log(path: Path) -> dict[int, Step]:
@@ -113,6 +116,7 @@ def _read_foreign_log(path: Path) -> dict[int, Step]:
 
 def _read_lineage(root: Path) -> dict[int, Manifest]:
     """Return the manifests of the checkpoints on the disk that led to the present one."""
+    # If the job removes a checkpoint meanwhile, its manifest is missing, which is an error.
     pointer = read_pointer(root)
     if pointer is None:
         return {}
@@ -140,6 +144,7 @@ def _find_gap(
         for each in skips
         for at in range(max(first, int(each["first"])), min(last, int(each["last"])) + 1)
     }
+    # A skipped iteration has no line, and its samples are passed.
     missing = [at for at in range(first, last + 1) if at not in found and at not in skipped]
     if missing:
         return (
@@ -164,9 +169,10 @@ def _find_gap(
 def _find_start(events: Sequence[Event], steps: Mapping[int, Step]) -> Mapping[str, Any]:
     """Return the details of the last start before the first step was recorded."""
     time = parse_time(steps[min(steps)].get("time"))
-    starts = [
+    # An earlier start may have trained these iterations too, before a later one undid them.
+    starts: list[Mapping[str, Any]] = [
         event.details
         for event in events
         if event.kind == "start" and time is not None and event.time <= time
     ]
-    return starts[-1] if starts else {}
+    return [{}, *starts][-1]

@@ -101,8 +101,10 @@ def list_own_flags(record: RecordedSteps, run: str, folder: Path, kind: str) -> 
     words = ["--rehearsal", kind, "--save", str(folder), "--load", run]
     words += ["--load-iteration", str(record.iteration), "--exit-interval", str(record.last)]
     words += ["--data-cache-path", str(folder.parent / "index"), "--log-interval", "1"]
+    # The checkpoint is continued, also if the run itself began from another one.
     words += ["--no-finetune", "--load-optim", "--no-memory-snapshot"]
     words += [word for flag in _UNSET for word in (flag, "None")]
+    # Ranges that are loaded are put there.
     if "://" in run:
         words += ["--local-dir", str(folder / "local")]
     return words
@@ -136,7 +138,10 @@ class ScratchFolder:
             parent: Where it is created. None: in memory, if the host has such a file system.
         """
         if parent is None:
-            parent = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
+            parent = Path(tempfile.gettempdir())
+            # A file system in memory, on Linux.
+            if os.access("/dev/shm", os.W_OK):
+                parent = Path("/dev/shm")
         self.path = parent.absolute() / f"handover-{uuid.uuid4().hex}"
         # What removes the folder comes first, so that no kill leaves it.
         self._remover = subprocess.Popen(
@@ -170,6 +175,7 @@ class ScratchFolder:
         Returns:
             Its exit code, or None after the time limit, and the last lines that it printed.
         """
+        # The reports of errors would be taken for those of a training in this job.
         environment = {key: value for key, value in os.environ.items() if key != FOLDER_VARIABLE}
         started = subprocess.Popen(
             ["/bin/sh", "-c", _WAIT, "sh", *command],
@@ -177,6 +183,7 @@ class ScratchFolder:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=environment,
+            # The process that removes the folder ends this group.
             start_new_session=True,
             text=True,
             errors="replace",
@@ -195,15 +202,19 @@ class ScratchFolder:
             os.killpg(started.pid, signal.SIGKILL)
 
         timer = threading.Timer(limit or threading.TIMEOUT_MAX, end)
+        # It must not keep the interpreter alive after an error.
         timer.daemon = True
         timer.start()
+        # The end of the output explains a failure.
         last: deque[str] = deque(maxlen=30)
         for line in started.stdout:
             last.append(make_plain(line))
             print_to_stderr(last[-1])
         code = started.wait()
         timer.cancel()
-        return (None if out_of_time.is_set() else code), list(last)
+        if out_of_time.is_set():
+            return None, list(last)
+        return code, list(last)
 
 
 def rehearse(
@@ -225,7 +236,8 @@ def rehearse(
     own = list_own_flags(record, run, folder, kind)
     code, output = scratch.run([*words, *own], limit)
     steps = read_recorded(folder / "metrics.jsonl")
-    starts = [each for each in read_events(folder / CHRONICLE) if each.kind == "start"]
-    start = starts[-1].details if starts else {}
+    # Without a start, the command has failed before its first step.
+    starts = [e.details for e in read_events(folder / CHRONICLE) if e.kind == "start"]
+    start = [{}, *starts][-1]
     changes = compare_starts(record.start, start, own)
     return Rehearsal(steps, changes, code, output)

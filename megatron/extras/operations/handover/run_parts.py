@@ -43,14 +43,19 @@ def perturb(shards: Sequence[TensorShard], precision: PrecisionConfig) -> None:
         precision: The precision of the run.
     """
     dtype, bits = torch.float32, torch.int32
-    if precision.bf16 or precision.fp16:
-        dtype, bits = (torch.bfloat16 if precision.bf16 else torch.float16), torch.int16
+    # The integer of the same width has the bits of the number.
+    if precision.bf16:
+        dtype, bits = torch.bfloat16, torch.int16
+    if precision.fp16:
+        dtype, bits = torch.float16, torch.int16
     for shard in shards:
+        # Vectors, such as norms, have few rounding errors.
         if shard.kind != "weight" or len(shard.global_shape) < 2:
             continue
         number = xxhash.xxh3_64_intdigest(shard.name.encode()) % int(np.prod(shard.global_shape))
         place = np.unravel_index(number, shard.global_shape)
         local = tuple(int(at) - first for at, first in zip(place, shard.offset, strict=True))
+        # Another rank may have that part of the matrix.
         inside = zip(local, shard.tensor.shape, strict=True)
         if all(0 <= at < size for at, size in inside):
             rounded = shard.tensor[local].to(dtype).reshape(1)

@@ -126,9 +126,14 @@ def compare_step(step: OtherStep, checkpoint: Checkpoint, bound: float) -> StepC
             f"the step has the inputs of {len(step.inputs)} layers, and the model has {layers}."
         )
     renamed = _rename_megatron(step.gradients.keys())
-    pairs = [] if renamed else _pair_names(model.shape, step.gradients.keys())
+    pairs = []
+    # Wrong names are an error before the step is computed.
+    if not renamed:
+        pairs = _pair_names(model.shape, step.gradients.keys())
     inputs, loss = _run(model, step.tokens)
-    ours = _list_own_norms(model, renamed) if renamed else _list_norms(model, pairs)
+    ours = _list_own_norms(model, renamed)
+    if not renamed:
+        ours = _list_norms(model, pairs)
     # Tiny gradients, such as those of the biases of keys, are rounding errors.
     total = math.hypot(*ours.values())
     numbers = [
@@ -199,12 +204,17 @@ def _pair_names(shape: ModelShape, recorded: Collection[str]) -> list[TensorPair
 
 def _rename_megatron(recorded: Collection[str]) -> dict[str, str]:
     """Return our name -> Megatron-LM's, or nothing if the names are those of another trainer."""
-    found = {name: rename(name) for name in recorded}
-    return {
-        inside if layer is None else f"{_BLOCKS}{layer}.{inside}": name
-        for name, (layer, inside) in ((name, each or (None, "")) for name, each in found.items())
-        if None not in found.values()
-    }
+    names = {}
+    for name in recorded:
+        found = rename(name)
+        if found is None:
+            return {}
+        layer, inside = found
+        # A tensor outside of the layers has no number.
+        if layer is not None:
+            inside = f"{_BLOCKS}{layer}.{inside}"
+        names[inside] = name
+    return names
 
 
 def _list_own_norms(model: GPT, renamed: Mapping[str, str]) -> dict[str, float]:
