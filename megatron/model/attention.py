@@ -180,6 +180,7 @@ class Attention(nn.Module):
         # The output projection reads [s, b, n d/t].
         attended = context.permute(2, 0, 1, 3).flatten(2)
         if gate is not None:
+            # A rank has the gates of its own heads.
             attended = attended * gate.sigmoid()
         return self.out(attended)
 

@@ -91,7 +91,7 @@ class GatedDeltaNet(nn.Module):
         self.value_heads = split_evenly(config.linear_num_value_heads, tp)
         self.key_dim = config.linear_key_head_dim
         self.value_dim = config.linear_value_head_dim
-        self.beta_factor = 2.0 if config.linear_allow_neg_eigval else 1.0
+        self.beta_factor = 1.0 + config.linear_allow_neg_eigval
         specs = ATTENTIONS.require("gated_delta_net").list_parameters(shape, tp.size, tp.rank)
         self.query = ColumnParallelLinear(specs, "query", tp)
         self.key = ColumnParallelLinear(specs, "key", tp)

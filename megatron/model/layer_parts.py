@@ -120,7 +120,10 @@ def list_norm_parameters(config: ModelConfig, size: int) -> Specs:
     specs = NORMS.require(config.normalization).list_parameters(size)
     if not config.norm_bias:
         specs.pop("bias", None)
-    return centre_at_zero(specs) if config.apply_layernorm_1p else specs
+    if config.apply_layernorm_1p:
+        # Weight decay would pull this weight to 0, which is the factor 1. It does not apply.
+        return centre_at_zero(specs)
+    return specs
 
 
 def centre_at_zero(specs: Specs) -> Specs:

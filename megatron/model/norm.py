@@ -90,7 +90,10 @@ class LayerNorm(Norm):
         # Each read of a module's parameter is a call of Python.
         weight, bias = self.weight, self.bias
         if self.zero_centred:
-            wide_bias = None if bias is None else bias.float()
+            # In fp32 altogether, because the kernel takes one dtype for all of its inputs.
+            wide_bias = None
+            if bias is not None:
+                wide_bias = bias.float()
             centred = _add_one(weight)
             return F.layer_norm(x.float(), weight.shape, centred, wide_bias, self.eps).to(
                 weight.dtype
@@ -167,6 +170,7 @@ class RMSNorm(Norm):
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., h] to [..., h]."""
         if self.zero_centred:
+            # The input stays in its dtype, so the backward pass keeps no copy of it in fp32.
             return self._multiply(x, _add_one(self.weight)).to(self.weight.dtype)
         return self._multiply(x, self.weight)
 
@@ -214,7 +218,9 @@ class ShardedRMSNorm(nn.Module):
         # squares is a sum over the ranks as well.
         squares = copy_to_tensor_parallel(reduce_from_tensor_parallel(squares, self.tp), self.tp)
         rstd = (squares / self.size + self.eps).rsqrt()
-        weight = _add_one(self.weight) if self.zero_centred else self.weight
+        weight: Tensor = self.weight
+        if self.zero_centred:
+            weight = _add_one(weight)
         return (wide * rstd * weight.view(x.shape[-3:])).to(self.weight.dtype)
 
 

@@ -233,7 +233,6 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ({**LATENT, "add_bias_linear": True}, "--multi-latent-attention has no biases"),
     ({**LATENT, "num_query_groups": 1}, "leave out --num-query-groups 1"),
     ({**LATENT, "kv_channels": 8}, "leave out --kv-channels 8"),
-    ({**LATENT, "deepspeed": True}, "it was not compared with the DeepSpeed engine"),
     ({**LATENT, **COMPLETEP}, "it has no rule there; leave out --parametrization completep"),
     ({**LATENT, **HYBRID}, "it was not compared with gated delta nets"),
     (

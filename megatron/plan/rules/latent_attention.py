@@ -23,7 +23,6 @@ _FORBIDDEN = {
     "kernels.rope_fusion": "the kernel rotates a projection to queries, keys and values",
     "kernels.use_varlen_attention": "its kernel needs values as wide as keys",
     "kernels.use_torch_compile": "it was not compared with compiled layers",
-    "parallel.deepspeed": "it was not compared with the DeepSpeed engine",
     "precision.fp8_format": "its products have no float8 form",
 }
 """Field that excludes latent attention -> why."""

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from megatron.base.errors import ConfigError
 from megatron.config.fields import all_fields
-from megatron.config.layer_choice import describe_layers
 from megatron.config.model import ModelConfig, RopeScaling
+from megatron.extras.interop.translators.compat_core_derived import describe_layers
 from megatron.model.layer_parts import list_unused_fields
 from megatron.model.shape import ModelShape
 
@@ -547,6 +547,7 @@ def normalise_model(model: ModelConfig) -> ModelConfig:
     if model.sliding_window is None:
         unused.append("full_attention_layers")
     changes |= _normalise_latents(model)
+    # A number of --linear-attention-freq and a list may choose the same layers.
     if shape.linear_layers:
         changes["linear_attention_freq"] = describe_chosen_layers(
             shape.linear_layers, model.num_layers

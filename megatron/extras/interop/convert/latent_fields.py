@@ -93,6 +93,7 @@ class Latents:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """See `Pair`."""
+        # Classes without it have their own names of projections.
         if not model.multi_latent_attention:
             raise ConfigError("the class has latent attention, and this model has not")
         if model.latent_norm_epsilon != _EPSILON:

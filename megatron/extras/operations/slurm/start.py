@@ -14,18 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron.base import exit_codes
 from megatron.base.code_version import get_code_version
 from megatron.base.error_report import FOLDER_VARIABLE, ErrorReport
-from megatron.base.errors import FaultyHostError, HungRanksError
+from megatron.base.errors import FaultyHostError, HungRanksError, OperationsError
 from megatron.base.outside_file import load_json, open_regular
 from megatron.checkpoint.lease import RESTART_VARIABLE
 from megatron.extras.operations.chronicle.records import read_events
 from megatron.extras.operations.slurm import client, node_report
 from megatron.extras.operations.slurm.client import Allocation, Signals, log, run_step
 from megatron.extras.operations.slurm.exclusion import HostExclusion
+from megatron.extras.operations.slurm.fewer_nodes import ReturnWatch, choose_layout
 from megatron.extras.operations.slurm.node_report import NodeLimits
 from megatron.extras.operations.slurm.warm_up import warm_spares
 from megatron.observe.chronicle import CHRONICLE
@@ -98,6 +99,14 @@ class ArrayTaskOptions:
     train_nodes: int | None = None
     """Nodes that the training needs. The other nodes of the job (sbatch --nodes) are spares. None:
     all nodes."""
+    fewer_nodes: int | Literal["never"] = "never"
+    """Fewest nodes with which the training goes on after its spares are used up. The planner
+    chooses the layout. never: the array task is requeued."""
+    grow_after: float = 10.0
+    """Minutes for which lost nodes must be healthy before the training takes them back. It saves,
+    and the array task is requeued."""
+    plan: tuple[str, ...] = ()
+    """More options of tools/plan.py for --fewer-nodes, as in --plan=--hardware=h100."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +227,30 @@ class TrainingStarts:
         self._signals = signals
         self._exclusion = exclusion
         self.allocation = Allocation(array_task.train_nodes)
+        self._layout_flags: tuple[str, ...] = ()
+        self.has_lost_hosts_back = False
+        """Whether the last step ended because lost hosts can be used again."""
+
+    def shrink(self) -> str:
+        """Choose a layout on fewer hosts, and return it in words.
+
+        Raises:
+            OperationsError: No layout is possible, or none is allowed.
+        """
+        task, allocation = self._task, self.allocation
+        good = allocation.good_hosts
+        left = f"{len(good)} good nodes are left, and the training needs {allocation.complete}"
+        if task.fewer_nodes == "never" or len(good) < task.fewer_nodes:
+            raise OperationsError(left)
+        try:
+            found = choose_layout(
+                task.command, task.plan, allocation.complete_tasks, good, task.fewer_nodes
+            )
+        except OperationsError as error:
+            raise OperationsError(f"{left}, and no layout is possible on fewer: {error}") from error
+        allocation.shrink(found.nodes)
+        self._layout_flags = found.flags
+        return f"{found.nodes} of {allocation.complete} nodes, {found.text}"
 
     def start(self, restart: int) -> StartEnd:
         """Check the nodes and train until the training ends.
@@ -353,15 +386,20 @@ class TrainingStarts:
                 FOLDER_VARIABLE: str(folder.absolute()),
                 RESTART_VARIABLE: str(restart),
             }
-            code = self._run_step(
-                hosts,
-                # Ranks that outlive a failed one would wait in a collective until its timeout, so
-                # srun ends them. Python's -u keeps the last lines of a killed rank from being lost
-                # in a buffer.
-                ["--kill-on-bad-exit=1"],
-                ["-u", *task.command],
-                variables=variables,
-            )
+            # A complete training lacks no host, and nothing is watched.
+            lost = self.allocation.lost_hosts
+            missing = self.allocation.complete - len(hosts)
+            with ReturnWatch(lost, missing, task.grow_after, task.save, self._log) as watch:
+                code = self._run_step(
+                    hosts,
+                    # Ranks that outlive a failed one would wait in a collective until its timeout,
+                    # so srun ends them. Python's -u keeps the last lines of a killed rank from
+                    # being lost in a buffer.
+                    ["--kill-on-bad-exit=1"],
+                    ["-u", *task.command, *self._layout_flags],
+                    variables=variables,
+                )
+            self.has_lost_hosts_back = watch.has_ended_step
             reports, unreadable = read_reports(folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)

@@ -164,9 +164,10 @@ class _DeltaNetTensors(LayerTensors):
         super().__init__(*arguments, **others)
         self._sizes = get_sizes(self._shape, self._t)
         self._gate = 0.0
-        # The inner width of the output projection, and that of all others together.
+        # The formulas of attention for matrices and entries hold with these two sizes: the input of
+        # the output projection, and the results of all others together, which are q + 2 k there.
         bytes_of = self.value * self._tokens
-        self._q = bytes_of * self._sizes.parts[2]
+        self._q = float(bytes_of * self._sizes.parts[2])
         self._k = self._v = (bytes_of * sum(self._sizes.parts) - self._q) / 2
         self._qkv = self._q + 2 * self._k
         self._result = self._q
