@@ -75,7 +75,10 @@ def find_linear_layers(text: str, num_layers: int) -> frozenset[int]:
 
 def _read_number(text: str) -> int | None:
     plain = text.strip()
-    return int(plain) if re.fullmatch(r"[1-9]\d*", plain) else None
+    # 0 and a list are no number of layers.
+    if re.fullmatch(r"[1-9]\d*", plain):
+        return int(plain)
+    return None
 
 
 def _read_list(text: str, num_layers: int) -> frozenset[int]:

@@ -272,6 +272,7 @@ def _list_latent(shape: ModelShape, tensor_size: int, rank: int) -> Specs:
     specs["latent_down.weight"] = make_matrix_spec(rows, h, Init.NORMAL)
     norm = list_norm_parameters(config, latent)
     specs |= {f"latent_norm.{leaf}": spec for leaf, spec in norm.items()}
+    # Each head has the rows of its key, and then those of its value.
     rows = heads * (config.qk_head_dim + shape.value_dim)
     specs["latent_up.weight"] = make_matrix_spec(rows, latent, Init.NORMAL, shard_dim=0)
     return specs | make_linear_specs(

@@ -124,12 +124,11 @@ def _add_one(weight: Tensor) -> Tensor:
 
 
 def _compute_rstd(x: Tensor, eps: float) -> Tensor:
-    """Return 1 / sqrt(mean(x^2) + eps) over the last dimension, in fp32."""
+    """Return 1 / sqrt(mean(x^2) + eps) over the last dimension, in fp32, or in fp64 as x."""
     # The squares of half-precision inputs may overflow, so the sum is accumulated in fp32.
+    wide = torch.promote_types(x.dtype, torch.float32)
     mean_square = (
-        torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        .square_()
-        .div_(x.shape[-1])
+        torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square_().div_(x.shape[-1])
     )
     return mean_square.add_(eps).rsqrt_()
 
@@ -152,8 +151,8 @@ class _RMSNormFunction(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         grad = grads[0]
         normal = x * rstd  # fp32
-        grad_weight = (grad * normal).flatten(0, -2).sum(0, dtype=torch.float32).to(weight.dtype)
-        scaled = grad.float() * weight
+        grad_weight = (grad * normal).flatten(0, -2).sum(0, dtype=normal.dtype).to(weight.dtype)
+        scaled = grad.to(normal.dtype) * weight
         # The derivative of rstd removes the gradient's component along the normalised input.
         along = torch.linalg.vecdot(scaled, normal, dim=-1).div_(x.shape[-1]).unsqueeze_(-1)
         grad_x = scaled.addcmul_(normal, along, value=-1.0).mul_(rstd)

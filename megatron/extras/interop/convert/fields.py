@@ -506,10 +506,6 @@ def _normalise_latents(model: ModelConfig) -> dict[str, Any]:
     return found
 
 
-def _leave_out_one(factor: float | None) -> float | None:
-    return None if factor == 1 else factor
-
-
 def normalise_model(model: ModelConfig) -> ModelConfig:
     """Return the same architecture with derived sizes filled in, and unused fields at defaults.
 
@@ -561,9 +557,9 @@ def normalise_model(model: ModelConfig) -> ModelConfig:
         unused += [name for name in _DEFAULTS if name.startswith("moe_")]
     else:
         changes["moe_ffn_hidden_size"] = shape.expert_width
-        changes["moe_router_topk_scaling_factor"] = _leave_out_one(
-            model.moe_router_topk_scaling_factor
-        )
+        # A factor of 1 is none.
+        if model.moe_router_topk_scaling_factor == 1:
+            unused.append("moe_router_topk_scaling_factor")
         if model.moe_router_num_groups is None:
             unused.append("moe_router_group_score")
         changes["moe_layer_freq"] = describe_expert_layers(shape.expert_layers, model.num_layers)

@@ -447,7 +447,7 @@ class LayerTensors:
         config = self._config
         queries = config.q_lora_rank or 0
         width = 2 * queries + 2 * config.kv_lora_rank + config.qk_pos_emb_head_dim
-        share = self._t if self._sequence_parallel else 1
+        share = self._t**self._sequence_parallel
         return self.value * self._tokens * width / share + 2 * self._statistics
 
     @cached_property
