@@ -114,3 +114,40 @@ def test_the_drift_of_a_perturbed_rehearsal(pool: ProcessPool, corpus: str, tmp_
     assert [words[words.index("--rehearsal") + 1] for words in trained] == ["exact", "perturbed"]
     print(answer["drift"])
     assert 0 < answer["drift"] < 0.01
+
+
+FLAGS = {
+    "--seed 77": "--seed",
+    "--data-path 0.2 {corpus} 0.8 {corpus}": "--data-path",
+    "--adam-beta2 0.95": "--adam-beta2",
+    "--adam-eps 1e-5": "--adam-eps",
+    "--weight-decay 0.1": "--weight-decay",
+    "--override-lr-scheduler --min-lr 2e-4": "--min-lr",
+    "--layernorm-epsilon 1e-4": "--layernorm-epsilon",
+    "--no-eod-mask-loss": "--eod-mask-loss",
+    "--bf16": "--bf16",
+    "--vocab-file {other}": "--vocab-file",
+}
+"""Changed flags -> the flag that the answer names, as a change or in the error of the command."""
+
+
+def test_changed_flags_are_named(pool: ProcessPool, corpus: str, tmp_path: Path) -> None:
+    folder = Path(corpus).parent
+    vocabulary = json.loads((folder / "gpt2-tiny-vocab.json").read_text())
+    first, second = list(vocabulary)[1000:1002]
+    swapped = {**vocabulary, first: vocabulary[second], second: vocabulary[first]}
+    other = tmp_path / "vocab.json"
+    other.write_text(json.dumps(swapped))
+    tokenizer = f"--vocab-file {folder}/gpt2-tiny-vocab.json"
+    tokenizer += f" --merge-file {folder}/gpt2-tiny-merges.txt"
+    sizes = SIZES.replace("--vocab-size 5000", tokenizer)
+    run = Handover(pool, f"0.5 {corpus} 0.5 {corpus}", tmp_path / "run", f"{sizes} --eod-mask-loss")
+    run.train()
+    missed = {}
+    for flags, named in FLAGS.items():
+        given = flags.format(corpus=corpus, other=other)
+        code, answer, _ = run.rehearse("--from 4 --steps 5", given)
+        print(flags, code, answer["verdict"][:200], answer["changes"])
+        if not (named in answer["changes"] or named in answer["verdict"]):
+            missed[flags] = answer
+    assert not missed
