@@ -77,6 +77,7 @@ MISSING = {
     "--straggler-interval 7": "watch.stragglers",
     "--replay-interval 100": "watch.replay",
     "--hang-timeout 60": "watch.watchdog",
+    "--rehearsal exact": "operations.handover",
     "--tracker wandb": "watch.trackers",
     "--save-retain-interval 5": "interop.translators",
     "--sharding_group_size 2": "interop.translators",

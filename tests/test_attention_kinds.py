@@ -32,6 +32,12 @@ SIZES: dict[str, Any] = {
 }
 FLAGS: dict[str, dict[str, Any]] = {
     "dot_product": {},
+    "latent": {
+        "model.multi_latent_attention": True,
+        "model.q_lora_rank": 12,
+        "model.position_embedding_type": "rotary",
+        "model.add_bias_linear": False,
+    },
     "gated_delta_net": {
         "model.experimental_attention_variant": "gated_delta_net",
         "model.linear_attention_freq": "2",
@@ -81,10 +87,16 @@ PARTS: dict[str, Callable[[str, Path], list[str]]] = {
 """Part of the trainer -> a function that returns why it refuses a kind."""
 KINDS: dict[str, dict[str, str]] = {
     "dot_product": {},
+    "latent": {
+        "DeepSpeed": "--multi-latent-attention",
+        "CUDA graphs": "latent attention",
+        "compiled layers": "--multi-latent-attention",
+        "float8": "--multi-latent-attention",
+        "muP": "--multi-latent-attention",
+    },
     "gated_delta_net": {
         "DeepSpeed": "--experimental-attention-variant gated_delta_net",
         "CUDA graphs": "gated delta nets",
-        "compiled layers": "--experimental-attention-variant gated_delta_net",
         "float8": "--experimental-attention-variant gated_delta_net",
         "muP": "--experimental-attention-variant gated_delta_net",
     },

@@ -288,6 +288,8 @@ USES: dict[str, list[Callable[[Any], object]]] = {
 }
 """Field -> what is computed with its value."""
 NOT_USED = {
+    # Each value saves nothing. One of them also changes the loaded weights.
+    "checkpoint.rehearsal",
     # All data files are mapped.
     "data.data_impl",
     # The name is passed to torch, which refuses an unknown one.

@@ -10,7 +10,8 @@ was lost, and the same command may succeed."""
 USER_ERROR = 2
 """A person must fix an error. The message explains how."""
 NOT_DONE = 3
-"""A service did not answer in time, or each start crashes. Nothing is lost."""
+"""A service did not answer in time, or each start crashes. Nothing is lost. Or a run has too few
+recorded steps for a rehearsal."""
 DOES_NOT_FIT = 4
 """A plan without errors needs more memory than its devices have."""
 OUT_OF_TIME = 5

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from megatron.parallel.mesh import Mesh
     from megatron.parallel.ranks import Ranks
     from megatron.parallel.roll_call import RollCall
+    from megatron.parallel.shard import TensorShard
     from megatron.plan.rules.finding import Finding
     from megatron.plan.run_plan import Plan
     from megatron.run.state import TrainState
@@ -140,6 +141,13 @@ class InstalledParts(Parts):
             return ObjectStore(config, ranks)
         return LoadedStore(config, ranks)
 
+    def change_loaded(self, shards: Sequence[TensorShard], config: Config) -> None:
+        """Change one weight of each matrix, with --rehearsal perturbed."""
+        if config.checkpoint.rehearsal == "perturbed":
+            from megatron.extras.operations.handover.run_parts import perturb
+
+            perturb(shards, config.precision)
+
     def load_watchdog(self, folder: str | None) -> Callable[..., RollCall]:
         """Load the builder of the watchdog of --hang-timeout."""
         from megatron.extras.watch.watchdog.watchdog import Watchdog
@@ -231,10 +239,13 @@ class InstalledParts(Parts):
 
         return describe_prediction(plan, device_name)
 
-    def keep_verification(self, plan: Plan, log: Printer) -> dict[str, Any]:
-        """Keep the report of --verification with the run."""
+    def describe_start(self, plan: Plan, device_name: str, log: Printer) -> dict[str, Any]:
+        """Describe the installation, and keep the report of --verification with the run."""
+        from megatron.extras.operations.handover.run_parts import describe_installation
+
+        found = describe_installation(device_name)
         if plan.config.logging.verification is None:
-            return {}
+            return found
         from megatron.extras.planner.verify.report import keep_verification
 
-        return keep_verification(plan.config, plan.world_size, log)
+        return found | keep_verification(plan.config, plan.world_size, log)

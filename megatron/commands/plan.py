@@ -76,6 +76,7 @@ from megatron.schedule.position import ForecastPoint
 
 _ASSUMED = {
     "ranks_per_node": 1,
+    "search_devices": 1,
     "device_memory_gib": 1e-9,
     "usable_share": 1e-9,
     "expert_imbalance": 1,
@@ -151,6 +152,9 @@ class PlanArguments:
     search: bool = False
     """Search all layouts of the model, the batch and the devices. Print the fastest that fit in
     memory, and where each loses time to the first one. Faster ones that may fit come last."""
+    search_devices: int | None = None
+    """Search the layouts of this number of devices that have the micro-batch of the command, for
+    example after nodes were lost. The plan stays that of --world-size."""
     explain: str | None = None
     """Print why a layout is slower than the fastest one, as in
     tp=8,pp=6,micro-batch=2,recompute=full. The keys are tp, pp, cp, ep, micro-batch, virtual,
@@ -424,14 +428,14 @@ def _check_numbers(options: PlanArguments) -> None:
 
 def _search(plan: Plan, options: PlanArguments, hardware: Hardware) -> _Search | None:
     """Search if that is asked for."""
-    asked = options.search or options.allow_fp8 or options.explain is not None
+    asked = options.search or options.allow_fp8 or options.explain or options.search_devices
     if plan.errors or not asked:
         return None
     explained = None
     # Before the search, so that a mistake is reported without the wait for the search.
     if options.explain is not None:
         explained = predict_explained(options.explain, plan, hardware)
-    found = search_plan(plan, hardware, allow_fp8=options.allow_fp8)
+    found = search_plan(plan, hardware, allow_fp8=options.allow_fp8, devices=options.search_devices)
     return _Search(found, explained)
 
 

@@ -18,11 +18,11 @@ import numpy as np
 
 from megatron.base.errors import ConfigError, DataError
 from megatron.base.plain_text import print_line, print_to_stderr
-from megatron.checkpoint.folder import locate_checkpoint
 from megatron.checkpoint.load import Checkpoint, open_checkpoint
 from megatron.checkpoint.start import find_start
 from megatron.commands.parts import choose_parts, open_indexed
 from megatron.config.tree import Config
+from megatron.console.checkpoint_path import locate_checkpoint
 from megatron.console.parse import parse_arguments, split_at_double_dash
 from megatron.console.run_tool import run_tool
 from megatron.data.batches import take_marks

@@ -163,8 +163,8 @@ def _compare(options: VerifyArguments, training: list[str]) -> int:
     if not 0 < options.bound < math.inf:
         raise ConfigError(f"--bound {options.bound:g} must be above 0.")
     # These import torch, see `_verify`.
-    from megatron.checkpoint.folder import locate_checkpoint
     from megatron.checkpoint.load import open_checkpoint
+    from megatron.console.checkpoint_path import locate_checkpoint
     from megatron.extras.planner.verify import recorded_step
 
     step = recorded_step.read_step(options.compare)

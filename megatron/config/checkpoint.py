@@ -3,7 +3,7 @@
 import hashlib
 import os
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from megatron.base.plain_text import is_url
 from megatron.config.interval import Range
@@ -52,6 +52,9 @@ class CheckpointConfig:
     keep_every: int | None = None
     """With --keep-latest-checkpoints, keep the checkpoints of iterations divisible by this
     permanently."""
+    keep_for_handover: int | None = None
+    """With --keep-latest-checkpoints, also keep the newest checkpoint that is at least this many
+    iterations old, so that tools/handover.py can train these iterations again. Default: off."""
     hf_export_interval: int | None = None
     """Iterations between exports to the format of Hugging Face, into the folder hf in --save. The
     first checkpoint of each interval is exported, by a process of its own while training continues.
@@ -78,6 +81,11 @@ class CheckpointConfig:
     """Start from scratch in three cases that are otherwise refused: --load has traces of a run but
     no usable pointer, or --load has no checkpoint and is not the folder of --save, or the object
     latest.json of an address is lost."""
+
+    rehearsal: Literal["exact", "perturbed"] | None = None
+    """Save no checkpoint. Only metrics and the chronicle are written to --save. tools/handover.py
+    gives this flag. perturbed: the last bit of one weight of each matrix is changed after the load,
+    which shows how the run amplifies rounding errors. Default: off."""
 
     @property
     def resumes_itself(self) -> bool:

@@ -1,7 +1,6 @@
 """Choices of layers as text: numbers and slices from 0, as in `0,3::4`, or Megatron-LM's lists."""
 
 import re
-from collections.abc import Sequence
 from functools import lru_cache
 
 _FREQUENCY = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d+))?")
@@ -76,7 +75,10 @@ def find_linear_layers(text: str, num_layers: int) -> frozenset[int]:
 
 def _read_number(text: str) -> int | None:
     plain = text.strip()
-    return int(plain) if re.fullmatch(r"[1-9]\d*", plain) else None
+    # 0 and a list are no number of layers.
+    if re.fullmatch(r"[1-9]\d*", plain):
+        return int(plain)
+    return None
 
 
 def _read_list(text: str, num_layers: int) -> frozenset[int]:
@@ -117,22 +119,3 @@ def _join_lists(text: str, num_layers: int) -> list[str]:
             raise ValueError(term)
         flags += match[1].split(",") * min(int(match[2] or 1), num_layers + 1)
     return flags
-
-
-def describe_layers(chosen: Sequence[int], num_layers: int) -> str | None:
-    """Return a text for which `choose_layers` returns these layers, as in 3::4.
-
-    Args:
-        chosen: Numbers of layers in ascending order.
-        num_layers: Layers of the model.
-
-    Returns:
-        The text, or None if no layer is chosen.
-    """
-    if not chosen:
-        return None
-    if len(chosen) > 1:
-        text = f"{chosen[0]}::{chosen[1] - chosen[0]}"
-        if choose_layers(text, num_layers) == frozenset(chosen):
-            return text
-    return ",".join(map(str, chosen))

@@ -267,7 +267,8 @@ class ModelConfig:
     @property
     def has_norms_first(self) -> bool:
         """Whether some layers have their norms before attention and MLP."""
-        return "input" in (self.norm_placement, self.linear_norm_placement)
+        are_first = {"input": True, "output": False, None: False}
+        return are_first[self.norm_placement] or are_first[self.linear_norm_placement]
 
     @property
     def activation_name(self) -> Activation | GLU:

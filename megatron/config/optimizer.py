@@ -184,8 +184,11 @@ class OptimizerRow:
 
     def updates(self, name: str, dimensions: int) -> bool:
         """Return whether it updates a parameter with this global name."""
-        is_layer_matrix = name.startswith("blocks.") and dimensions == 2
-        return is_layer_matrix or not self.layer_matrices_only
+        if not self.layer_matrices_only:
+            return True
+        # A convolution has a row for each channel. It is not the matrix of a linear layer.
+        is_convolution = name.endswith("_convolution")
+        return name.startswith("blocks.") and dimensions == 2 and not is_convolution
 
 
 _MOMENTS = (

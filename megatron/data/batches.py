@@ -15,10 +15,15 @@ once.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
+
+DIGESTS = 1 << 32
+"""Number of digests of a batch. Sums over a million ranks are exact in fp64."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +70,26 @@ def compute_sample_positions(
         + np.arange(0, batch_size, span, dtype=np.int64)[:, None]
         + np.arange(micro_batch_size, dtype=np.int64)
     )
+
+
+def compute_digest(
+    microbatches: Sequence[Microbatch], consumed: int, dp_rank: int, dp_size: int
+) -> int:
+    """Return a digest of the tokens of a rank's samples and of their numbers, below 2^32.
+
+    The sum of all ranks' digests, modulo 2^32, does not depend on the number of ranks and the
+    micro-batch size. See `compute_sample_positions` for the arguments.
+    """
+    size = len(microbatches[0].tokens)
+    samples = len(microbatches) * size * dp_size
+    positions = compute_sample_positions(consumed, samples, dp_rank, dp_size, size)
+    total = 0
+    for microbatch, numbers in zip(microbatches, positions.tolist(), strict=True):
+        # The last label is no token of the sample.
+        ends = microbatch.labels[:, -1].tolist()
+        for row, end, number in zip(microbatch.tokens.numpy(), ends, numbers, strict=True):
+            total += xxhash.xxh3_64_intdigest(row, seed=number) ^ end
+    return total % DIGESTS
 
 
 def split_microbatches(samples: NDArray[np.int64], micro_batch_size: int) -> list[Microbatch]:

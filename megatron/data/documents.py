@@ -10,7 +10,6 @@ Legend: b micro-batch size, s sequence length, n documents of a sample.
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -44,33 +43,6 @@ class DocumentRules:
             loss_mask=make_loss_mask(tokens, self.eod) if self.eod_mask_loss else None,
             position_ids=make_position_ids(tokens, self.eod) if self.reset_position_ids else None,
             documents=find_document_bounds(tokens, self.eod) if self.reset_attention_mask else None,
-        )
-
-    def apply_starts(self, microbatch: Microbatch, starts: Sequence[Sequence[int]]) -> Microbatch:
-        """Return the microbatch with the fields that follow from known starts of documents.
-
-        Args:
-            microbatch: [b, s].
-            starts: For each sample, the places in its s + 1 tokens where a document begins. Places
-                after a truncated sample are left out.
-        """
-        samples, length = microbatch.tokens.shape
-        loss_mask = torch.ones(samples, length)
-        position_ids = torch.arange(length).repeat(samples, 1)
-        documents = []
-        for sample, places in enumerate(starts):
-            inner = [place for place in places if 0 < place < length]
-            documents.append((0, *inner, length))
-            for begin in inner:
-                position_ids[sample, begin:] = torch.arange(length - begin)
-            # The label of the last token of a document is the first one of another text.
-            ends = [place - 1 for place in places if 0 < place <= length]
-            loss_mask[sample, ends] = 0
-        return dataclasses.replace(
-            microbatch,
-            loss_mask=loss_mask if self.eod_mask_loss else None,
-            position_ids=position_ids if self.reset_position_ids else None,
-            documents=tuple(documents) if self.reset_attention_mask else None,
         )
 
 

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron.base.durable import sync_folder
-from megatron.base.errors import ConfigError, DataError
+from megatron.base.errors import DataError
 from megatron.base.outside_file import open_regular
 
 if TYPE_CHECKING:
@@ -80,21 +80,6 @@ def get_idx_path(prefix: str | os.PathLike) -> Path:
 def is_manifest(prefix: str | os.PathLike) -> bool:
     """Return whether a path of data is the manifest of several data sets, as corpus.json."""
     return os.fspath(prefix).endswith(".json")
-
-
-def refuse_existing(prefix: str) -> None:
-    """Refuse to write over a data set.
-
-    Raises:
-        ConfigError: One of its files exists.
-    """
-    for path in (get_idx_path(prefix), get_bin_path(prefix)):
-        if path.exists():
-            raise ConfigError(
-                f"{path} exists already. If input and tokenizer are unchanged, use it as it is "
-                f"with --data-path {prefix}. Otherwise give another --output-prefix, or replace it "
-                "with --overwrite."
-            )
 
 
 class Samples(Protocol):

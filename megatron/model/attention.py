@@ -129,7 +129,6 @@ class Attention(nn.Module):
     """Attention of this rank's heads, and the output projection."""
 
     out: RowParallelLinear
-    sink: nn.Parameter | None
 
     def __init__(self, shape: ModelShape, layer: LayerDescription, dropout: Dropout) -> None:
         """Take the settings. A subclass creates its projections, and then calls `_add_output`.
@@ -143,7 +142,7 @@ class Attention(nn.Module):
         self.number = layer.number
         self.rotary = layer.rotary
         self.window = layer.window
-        self.has_sink = SOFTMAXES.require(shape.config.softmax_type).has_sink
+        self.softmax = SOFTMAXES.require(shape.config.softmax_type)
         self.dropout = dropout
         self.recompute_core = False
         """Whether the backward pass computes the attention core again (selective recomputation)."""
@@ -153,11 +152,11 @@ class Attention(nn.Module):
         """The kernels that take the place of PyTorch's operators."""
 
     def _add_output(self, specs: Specs, tp: TensorParallel) -> None:
-        """Create the output projection and the sinks."""
+        """Create the output projection and the parameter of the softmax."""
         self.out = RowParallelLinear(specs, "out", tp)
-        self.sink = None
-        if "sink" in specs:
-            self.sink = make_sharded(specs["sink"], tp)
+        if self.softmax.parameter is not None:
+            own = make_sharded(specs[self.softmax.parameter], tp)
+            self.register_parameter(self.softmax.parameter, own)
 
     def forward(self, x: Tensor, positions: Positions, dropout_key: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h]. With sequence parallelism both are [s/t, b, h]."""
@@ -181,6 +180,7 @@ class Attention(nn.Module):
         # The output projection reads [s, b, n d/t].
         attended = context.permute(2, 0, 1, 3).flatten(2)
         if gate is not None:
+            # A rank has the gates of its own heads.
             attended = attended * gate.sigmoid()
         return self.out(attended)
 
@@ -244,9 +244,10 @@ class Attention(nn.Module):
         bias = self._select_bias(positions)
         # A cache hides empty slots by a bias of its own.
         only_window = positions.bias is None and positions.cache is None
-        kernels = self.operators.sinks
+        kernels = self.operators.attention
         weighting = Weighting(
-            bias, self.window, drop, self._get_sink(query), kernels, only_window=only_window
+            *(bias, self.window, drop, self._get_head_values(query), self.softmax.weigh, kernels),
+            only_window=only_window,
         )
         # This function runs again in a recomputation, which must use the same kernel.
         allowed = use_attention_kernels(self.kernels)
@@ -256,7 +257,7 @@ class Attention(nn.Module):
                 return attend_in_context(
                     query, key, value, weighting, positions.documents, positions.context
                 )
-        if positions.packed is not None and not self.has_sink:
+        if positions.packed is not None and self.softmax.weigh is None:
             assert drop is None, "the kernel has no dropout"
             return attend_packed(query, key, value, positions.packed, self.window)
         # The kernel that gets all documents at once needs a GPU.
@@ -264,18 +265,19 @@ class Attention(nn.Module):
             return kernels.attend_packed(query, key, value, positions.packed, weighting)
         if positions.cache is not None:
             key, value = positions.cache.append(self.number, key, value)
-            if query.shape[2] < key.shape[2] and not self.has_sink:
+            if query.shape[2] < key.shape[2] and self.softmax.weigh is None:
                 return attend_with_new_token(query, key, value, bias)
         with allowed:
             if positions.documents is not None:
                 return attend_by_document(query, key, value, weighting, positions.documents)
             return attend(query, key, value, weighting)
 
-    def _get_sink(self, query: Tensor) -> Tensor | None:
-        """Return the sinks of this rank's heads, [n/t], or None."""
-        if self.has_sink and self.sink is None:
-            return query.new_zeros(query.shape[1])
-        return self.sink
+    def _get_head_values(self, query: Tensor) -> Tensor | None:
+        """Return the numbers of this rank's heads for the softmax, [n/t], or None."""
+        if self.softmax.parameter is not None:
+            return self.get_parameter(self.softmax.parameter)
+        # They are no parameter, and each is 0.
+        return None if self.softmax.weigh is None else query.new_zeros(query.shape[1])
 
 
 class SelfAttention(Attention):

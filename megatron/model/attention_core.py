@@ -8,7 +8,7 @@ n and g are those of a tensor-parallel rank.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.model.dropout import WeightDropout
-from megatron.model.fused_operators import SinkAttention
+from megatron.model.fused_operators import AttentionKernels
 from megatron.model.inputs import Documents
 from megatron.model.loss import split_rows
 from megatron.parallel.context import Keys, exchange_heads, read_keys, return_heads
@@ -36,11 +36,12 @@ class Weighting:
     """Number of keys that a query reads, up to its position. None: all of them."""
     drop: WeightDropout | None = None
     """Dropout of the weights, or None."""
-    sink: Tensor | None = None
-    """The logit of each head that has no value, [n], or None:
-    softmax([q k / sqrt(d), sink]) without the sink's column is the weight of a value."""
-    kernels: SinkAttention | None = None
-    """Kernels of attention with sinks. None: products and a softmax compute it."""
+    head_values: Tensor | None = None
+    """A number of each head for the softmax, [n]. None: the softmax of the logits alone."""
+    weigh: Callable[[Tensor, Tensor], Tensor] | None = None
+    """The softmax with these numbers. See `SoftmaxRow`."""
+    kernels: AttentionKernels | None = None
+    """Kernels of attention with this softmax. None: products and a softmax compute it."""
     only_window: bool = True
     """Whether the bias has nothing but the causal mask and the window."""
 
@@ -70,15 +71,15 @@ class Weighting:
         """
         first = rank * heads
         drop = self.drop and replace(self.drop, head=self.drop.head + first)
-        sink = None if self.sink is None else self.sink[first : first + heads]
-        return replace(self, drop=drop, sink=sink)
+        values = None if self.head_values is None else self.head_values[first : first + heads]
+        return replace(self, drop=drop, head_values=values)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
     """Call PyTorch's attention, which chooses between flash and other kernels.
 
     With dropout, products and a softmax compute the same, because these kernels draw masks of their
-    own. So they do with a sink, if no kernel with its logsumexp takes these inputs.
+    own. So they do with another softmax, if no kernel for it takes these inputs.
 
     Args:
         query: [b, n, queries, d].
@@ -87,9 +88,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> T
         weighting: How the logits become weights.
     """
     bias, drop = weighting.bias, weighting.drop
-    if drop is not None and not (weighting.sink is None and drop.dropout.by_attention_kernel):
+    if drop is not None and not (weighting.weigh is None and drop.dropout.by_attention_kernel):
         return _attend_with_mask(query, key, value, weighting)
-    if weighting.sink is not None:
+    if weighting.weigh is not None:
         found = None
         if weighting.kernels is not None:
             found = weighting.kernels.attend(query, key, value, weighting)
@@ -272,8 +273,8 @@ def _attend_with_mask(query: Tensor, key: Tensor, value: Tensor, weighting: Weig
         bias = weighting.bias
         own_bias = None if bias is None else bias[:, :, part, :seen]
         parts_of_block = query[:, :, part], key[:, :, :seen], value[:, :, :seen], own_bias
-        arguments = *parts_of_block, weighting.sink
-        compute = partial(_attend_to_block, weighting.drop, part.start)
+        arguments = *parts_of_block, weighting.head_values
+        compute = partial(_attend_to_block, weighting, part.start)
         if len(parts) > 1 and torch.is_grad_enabled():
             # A mask is a function of its place, so there is no random state to preserve.
             out.append(
@@ -285,13 +286,13 @@ def _attend_with_mask(query: Tensor, key: Tensor, value: Tensor, weighting: Weig
 
 
 def _attend_to_block(
-    drop: WeightDropout | None,
+    weighting: Weighting,
     first: int,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     bias: Tensor | None,
-    sink: Tensor | None,
+    head_values: Tensor | None,
 ) -> Tensor:
     """Compute the attention of the queries from `first` on. See `_attend_with_mask`."""
     dtype = query.dtype
@@ -306,10 +307,9 @@ def _attend_to_block(
         logits = logits.masked_fill(later, -math.inf)
     else:
         logits = logits + bias
-    if sink is None:
+    if weighting.weigh is None or head_values is None:
         weights = logits.softmax(dim=3)
     else:
-        column = sink.float().view(-1, 1, 1).expand(*logits.shape[:3], 1)
-        weights = torch.cat((logits, column), dim=3).softmax(dim=3)[..., :-1]
+        weights = weighting.weigh(logits, head_values)
     weights = weights.to(dtype)
-    return (weights if drop is None else drop(weights, first)) @ value
+    return (weights if weighting.drop is None else weighting.drop(weights, first)) @ value

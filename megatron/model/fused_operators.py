@@ -109,8 +109,8 @@ class LossKernels(Protocol):
         """
 
 
-class SinkAttention(Protocol):
-    """Causal attention with sinks, which are one more logit for each head, without a value."""
+class AttentionKernels(Protocol):
+    """Causal attention with another softmax than that of the logits alone (`SoftmaxRow`)."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, weighting: "Weighting"
@@ -138,7 +138,7 @@ class FusedOperators:
     add_and_normalise: AddAndNormalise | None = None
     loss: LossKernels | None = None
     drop: Drop | None = None
-    sinks: SinkAttention | None = None
+    attention: AttentionKernels | None = None
     delta_rule: Callable[..., tuple[Tensor, Tensor]] | None = None
     """Has the arguments and the results of `delta_rule.apply_delta_rule`."""
     build_adamw: Callable[..., Any] | None = None

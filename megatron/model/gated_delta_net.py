@@ -91,7 +91,8 @@ class GatedDeltaNet(nn.Module):
         self.value_heads = split_evenly(config.linear_num_value_heads, tp)
         self.key_dim = config.linear_key_head_dim
         self.value_dim = config.linear_value_head_dim
-        self.beta_factor = 2.0 if config.linear_allow_neg_eigval else 1.0
+        self.beta_factor = 1.0 + config.linear_allow_neg_eigval
+        """2 if the state may change its sign."""
         specs = ATTENTIONS.require("gated_delta_net").list_parameters(shape, tp.size, tp.rank)
         self.query = ColumnParallelLinear(specs, "query", tp)
         self.key = ColumnParallelLinear(specs, "key", tp)
@@ -181,9 +182,12 @@ class GatedDeltaNet(nn.Module):
         # One convolution for all channels. A rank has all parts of its heads.
         joined = torch.cat([part.flatten(2) for part in parts[:3]], 2)
         cache = positions.cache
-        before = None if cache is None else cache.read_state(self.number)
-        tail = None if before is None else before[0].transpose(0, 1)
-        found, tail = convolve(joined, torch.cat(weights), positions.documents, tail)
+        before: Tensor | None = None
+        state: Tensor | None = None
+        # A prompt begins with nothing, and a later token with what its sequence has kept.
+        if cache is not None and (kept := cache.read_state(self.number)) is not None:
+            before, state = kept[0].transpose(0, 1), kept[1]
+        found, tail = convolve(joined, torch.cat(weights), positions.documents, before)
         divided = F.silu(found).split([weight.shape[0] for weight in weights], 2)
         # [b, heads, s, d].
         query, key, value = (
@@ -194,6 +198,7 @@ class GatedDeltaNet(nn.Module):
         )
         # exp(A_log) and the step are large and small numbers, so 16 bits would lose digits of both.
         beta, alpha = (part.flatten(2).permute(1, 2, 0).to(wide) for part in parts[3:])
+        # The step is above 0, so each decay is below 1.
         step = F.softplus(alpha + bias.to(wide).unsqueeze(1))
         mixed, state = (self.operators.delta_rule or apply_delta_rule)(
             normalise_length(query) * self.key_dim**-0.5,
@@ -202,7 +207,7 @@ class GatedDeltaNet(nn.Module):
             -rate.to(wide).exp().unsqueeze(1) * step,
             beta.sigmoid() * self.beta_factor,
             positions.documents,
-            None if before is None else before[1],
+            state,
         )
         if cache is not None:
             cache.write_state(self.number, (tail.transpose(0, 1), state))

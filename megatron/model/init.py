@@ -5,7 +5,6 @@
 | embedding.word.weight         | TABLE         | N(0, sigma)                  |
 | embedding.position            | TABLE         | N(0, sigma)                  |
 | head.weight                   | TABLE         | N(0, sigma)                  |
-| blocks.*.attention.sink       | VECTOR        | N(0, sigma)                  |
 | blocks.*.attention.qkv.weight | NORMAL        | N(0, sigma)                  |
 | *.attention.query.weight      | NORMAL        | N(0, sigma)                  |
 | *.attention.key.weight        | NORMAL        | N(0, sigma)                  |
@@ -27,13 +26,14 @@
 | *.attention.*_convolution     | CONVOLUTION   | U(-1, 1) / sqrt(kernel)      |
 | *.attention.A_log             | DECAY_RATE    | log U(0.01, 16)              |
 | *.attention.dt_bias           | TIME_STEP     | 1 or log(exp(10^U(-3,-1))-1) |
+| blocks.*.attention.*          | VECTOR        | N(0, sigma)                  |
 
 sigma is `--init-method-std`. `--output-init-method-std` replaces sigma / sqrt(2 layers). With
 `--parametrization`, the deviations of NORMAL and SCALED_NORMAL are others, see `ModelShape`. With
 `--apply-layernorm-1p`, norms are ZERO, except that of a gated delta net. A
 parameter's `ParameterSpec` states its kind. Its name decides
-nothing. A test compares this table with the specs. Rows that only pad the vocabulary are zero.
-The engines set them, not this module.
+nothing. A test compares this table with the specs, and takes the last row only for names without
+another one. Rows that only pad the vocabulary are zero. The engines set them, not this module.
 
 The invariant: the value of an element depends on the seed, the name of the parameter, the block of
 its row, and its position in that block. It does not depend on the layout. Every layout, engine and

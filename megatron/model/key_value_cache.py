@@ -68,7 +68,9 @@ class KeyValueCache:
             )
         stored = self._layers[layer]
         end = self._start + new[0].shape[2]
-        rows = slice(None) if self._rows is None else self._rows
+        rows: slice | Tensor = slice(None)
+        if self._rows is not None:
+            rows = self._rows
         for each, x in zip(stored, new, strict=True):
             each[rows, :, self._start : end] = x
         if self._rows is not None:
@@ -77,7 +79,9 @@ class KeyValueCache:
 
     def read_state(self, layer: int) -> tuple[Tensor, ...] | None:
         """Return what a layer keeps of all tokens so far, [b, ...] each. Prompts have None."""
-        return None if self._rows is not None else self._states[layer]
+        if self._rows is not None:
+            return None
+        return self._states[layer]
 
     def write_state(self, layer: int, state: tuple[Tensor, ...]) -> None:
         """Store what a layer keeps of the tokens up to these ones.

@@ -10,7 +10,7 @@ h: hidden size, q: width of all queries, d: width of a head, f: inner width of t
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import assert_never
+from typing import Any, assert_never
 
 from megatron.config.model import ModelConfig
 from megatron.config.table import Table
@@ -120,7 +120,10 @@ def list_norm_parameters(config: ModelConfig, size: int) -> Specs:
     specs = NORMS.require(config.normalization).list_parameters(size)
     if not config.norm_bias:
         specs.pop("bias", None)
-    return centre_at_zero(specs) if config.apply_layernorm_1p else specs
+    if config.apply_layernorm_1p:
+        # Weight decay would pull this weight to 0, which is the factor 1. It does not apply.
+        return centre_at_zero(specs)
+    return specs
 
 
 def centre_at_zero(specs: Specs) -> Specs:
@@ -130,24 +133,33 @@ def centre_at_zero(specs: Specs) -> Specs:
 
 @dataclass(frozen=True)
 class SoftmaxRow:
-    """What a value of --softmax-type means. `sinks.py` has the functions."""
+    """What a value of --softmax-type means."""
 
-    has_sink: bool = False
-    """Whether each head has one more logit, without a value. It is 0 if it is no parameter."""
-    list_parameters: Callable[[int], Specs] = lambda heads: {}
-    """Returns the parameters of a layer with this many heads."""
+    weigh: Callable[[Any, Any], Any] | None = None
+    """Maps logits, [b, n, queries, keys], and a number of each head, [n], to the weights of values.
+    None: the softmax of the logits alone, which all kernels of PyTorch compute."""
+    parameter: str | None = None
+    """Name of the parameter of these numbers. None: they are 0."""
+
+    def list_parameters(self, heads: int) -> Specs:
+        """Return the parameters of a layer with this many heads."""
+        spec = make_vector_spec(heads, Init.VECTOR, shard_dim=0)
+        return {} if self.parameter is None else {self.parameter: spec}
 
 
-def _list_sink(heads: int) -> Specs:
-    return {"sink": make_vector_spec(heads, Init.VECTOR, shard_dim=0)}
+def _weigh_with_sink(logits: Any, sink: Any) -> Any:
+    """Return the softmax of logits and a sink, which has a weight and no value."""
+    # Only methods of the tensors are used, because this module imports no torch.
+    total = logits.logsumexp(3, keepdim=True).logaddexp(sink.float().view(-1, 1, 1))
+    return (logits - total).exp()
 
 
 SOFTMAXES = Table(
     "--softmax-type",
     {
         "vanilla": SoftmaxRow(),
-        "off-by-one": SoftmaxRow(has_sink=True),
-        "learnable": SoftmaxRow(has_sink=True, list_parameters=_list_sink),
+        "off-by-one": SoftmaxRow(_weigh_with_sink),
+        "learnable": SoftmaxRow(_weigh_with_sink, "sink"),
     },
 )
 """Value of --softmax-type -> its meaning."""
@@ -260,6 +272,7 @@ def _list_latent(shape: ModelShape, tensor_size: int, rank: int) -> Specs:
     specs["latent_down.weight"] = make_matrix_spec(rows, h, Init.NORMAL)
     norm = list_norm_parameters(config, latent)
     specs |= {f"latent_norm.{leaf}": spec for leaf, spec in norm.items()}
+    # Each head has the rows of its key, and then those of its value.
     rows = heads * (config.qk_head_dim + shape.value_dim)
     specs["latent_up.weight"] = make_matrix_spec(rows, latent, Init.NORMAL, shard_dim=0)
     return specs | make_linear_specs(

@@ -90,7 +90,10 @@ class LayerNorm(Norm):
         # Each read of a module's parameter is a call of Python.
         weight, bias = self.weight, self.bias
         if self.zero_centred:
-            wide_bias = None if bias is None else bias.float()
+            # In fp32 altogether, because the kernel takes one dtype for all of its inputs.
+            wide_bias = None
+            if bias is not None:
+                wide_bias = bias.float()
             centred = _add_one(weight)
             return F.layer_norm(x.float(), weight.shape, centred, wide_bias, self.eps).to(
                 weight.dtype
@@ -121,12 +124,11 @@ def _add_one(weight: Tensor) -> Tensor:
 
 
 def _compute_rstd(x: Tensor, eps: float) -> Tensor:
-    """Return 1 / sqrt(mean(x^2) + eps) over the last dimension, in fp32."""
+    """Return 1 / sqrt(mean(x^2) + eps) over the last dimension, in fp32, or in fp64 as x."""
     # The squares of half-precision inputs may overflow, so the sum is accumulated in fp32.
+    wide = torch.promote_types(x.dtype, torch.float32)
     mean_square = (
-        torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        .square_()
-        .div_(x.shape[-1])
+        torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square_().div_(x.shape[-1])
     )
     return mean_square.add_(eps).rsqrt_()
 
@@ -149,8 +151,8 @@ class _RMSNormFunction(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         grad = grads[0]
         normal = x * rstd  # fp32
-        grad_weight = (grad * normal).flatten(0, -2).sum(0, dtype=torch.float32).to(weight.dtype)
-        scaled = grad.float() * weight
+        grad_weight = (grad * normal).flatten(0, -2).sum(0, dtype=normal.dtype).to(weight.dtype)
+        scaled = grad.to(normal.dtype) * weight
         # The derivative of rstd removes the gradient's component along the normalised input.
         along = torch.linalg.vecdot(scaled, normal, dim=-1).div_(x.shape[-1]).unsqueeze_(-1)
         grad_x = scaled.addcmul_(normal, along, value=-1.0).mul_(rstd)
@@ -167,6 +169,7 @@ class RMSNorm(Norm):
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., h] to [..., h]."""
         if self.zero_centred:
+            # The input stays in its dtype, so the backward pass keeps no copy of it in fp32.
             return self._multiply(x, _add_one(self.weight)).to(self.weight.dtype)
         return self._multiply(x, self.weight)
 
@@ -214,7 +217,9 @@ class ShardedRMSNorm(nn.Module):
         # squares is a sum over the ranks as well.
         squares = copy_to_tensor_parallel(reduce_from_tensor_parallel(squares, self.tp), self.tp)
         rstd = (squares / self.size + self.eps).rsqrt()
-        weight = _add_one(self.weight) if self.zero_centred else self.weight
+        weight: Tensor = self.weight
+        if self.zero_centred:
+            weight = _add_one(weight)
         return (wide * rstd * weight.view(x.shape[-3:])).to(self.weight.dtype)
 
 

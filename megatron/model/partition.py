@@ -156,6 +156,7 @@ def _weigh_ends(shape: ModelShape, method: str) -> float:
             # Layers weigh the same here. This is their mean.
             more = flops.count_expert_layer_parameters(shape) - layer
             layer += more * len(shape.expert_layers) / shape.config.num_layers
+        # The same for gated delta nets.
         linear = len(shape.linear_layers) * flops.count_linear_surplus(shape)
         layer += linear / shape.config.num_layers
         return flops.count_word_embedding_parameters(shape) / layer

@@ -150,7 +150,10 @@ class ModelShape:
     @property
     def attention(self) -> AttentionKind:
         """The kind of the layers that have attention."""
-        return "latent" if self.config.multi_latent_attention else "dot_product"
+        # Each such layer of a model has the same kind.
+        if self.config.multi_latent_attention:
+            return "latent"
+        return "dot_product"
 
     def describe_layer(self, index: int) -> LayerDescription:
         """Return the description of layer number `index` of the complete model, from 0."""

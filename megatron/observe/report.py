@@ -56,6 +56,11 @@ class IterationReport:
     grad_norm: float | None = None
     loss_scale: float | None = None
     """None without fp16."""
+    batch_digest: str | None = None
+    """Digest of the tokens of the last batch, which does not depend on the layout. None if the
+    engine adds up no votes."""
+    peak_memory_bytes: int | None = None
+    """Largest memory that rank 0 has used on its GPU. None without one."""
     num_zeros: float | None = None
     """Zeros in the gradient. None unless --log-num-zeros-in-grad asks for it."""
     params_norm: float | None = None

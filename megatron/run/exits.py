@@ -228,7 +228,7 @@ class Exits:
         """Remember the sums of the votes for `decide` and `take_stage_is_done`.
 
         Args:
-            votes: The sums. None if no message could carry it.
+            votes: The sums, and others after them. None if no message could carry it.
             after: The iteration after the step.
 
         Raises:
@@ -238,7 +238,7 @@ class Exits:
         self.has_batch = False
         if votes is None:
             return
-        stop, waits = votes
+        stop, waits, *_ = votes
         reading, working = divmod(waits, _READING_VOTE)
         self._count_waits((working, reading))
         # A single rank has nobody to compare with.

@@ -10,6 +10,7 @@ from megatron.base.code_version import get_code_version
 from megatron.base.errors import TrainingError
 from megatron.checkpoint.save import CheckpointContents, Saver
 from megatron.config.yaml_file import dump_yaml
+from megatron.data.batches import compute_digest
 from megatron.engine.base import StepOutcome, StepResult, UpdateSettings
 from megatron.model.flops import count_forward_flops_per_token
 from megatron.observe.log_line import format_skipped_range_line, format_training_complete_line
@@ -361,8 +362,14 @@ def train_iteration(run: Run) -> None:
     run.reporter.report_pipeline_schedule(batch_size)
     iteration = state.iteration + 1
 
+    at = run.mesh.coordinate
+    digest = 0
+    # Other ranks of the same data rank read the same samples.
+    if not (at.pipeline or at.context or at.tensor):
+        digest = compute_digest(microbatches, state.consumed_samples, at.data, run.mesh.grid.data)
+
     def vote() -> Sequence[float]:
-        return run.exits.vote(iteration - 1, iteration, list_waits(run))
+        return (*run.exits.vote(iteration - 1, iteration, list_waits(run)), digest)
 
     def plan_update() -> UpdateSettings | None:
         finish_queued_step(run)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from megatron.parallel.mesh import Mesh
     from megatron.parallel.ranks import Ranks
     from megatron.parallel.roll_call import RollCall
+    from megatron.parallel.shard import TensorShard
     from megatron.plan.run_plan import Plan
     from megatron.run.state import TrainState
 
@@ -263,6 +264,7 @@ class Parts:
         needed = [
             (config.checkpoint.hf_export_interval, "hf-export-interval", "interop.convert"),
             (config.checkpoint.local_dir, "local-dir", "object_store"),
+            (config.checkpoint.rehearsal, "rehearsal", "operations.handover"),
             (parallel.deepspeed, "deepspeed", "step.deepspeed"),
             *(
                 (True, flag.removeprefix("--"), "step.kernels")
@@ -309,6 +311,9 @@ class Parts:
         from megatron.checkpoint.store import Store
 
         return Store()
+
+    def change_loaded(self, shards: Sequence[TensorShard], config: Config) -> None:
+        """Change weights that were loaded, with --rehearsal perturbed. Each rank calls it."""
 
     def load_watchdog(self, folder: str | None) -> Callable[..., RollCall] | None:
         """Load the builder of the watchdog of --hang-timeout, for the folder of --save."""
@@ -361,8 +366,8 @@ class Parts:
         """Predict the step of a plan on a device, for the chronicle."""
         return {}
 
-    def keep_verification(self, plan: Plan, log: Printer) -> dict[str, Any]:
-        """Keep the report of --verification with the run. Return its verdict, for the chronicle."""
+    def describe_start(self, plan: Plan, device_name: str, log: Printer) -> dict[str, Any]:
+        """Return what else the chronicle records about the start of a launch, on rank 0."""
         return {}
 
 

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron.base.plain_text import make_plain_lines, print_line
 from megatron.config.logging import LogFormat
+from megatron.data.batches import DIGESTS
 from megatron.data.source import LeftOut
 from megatron.engine.base import StepOutcome, StepResult
 from megatron.model.flops import compute_causal_share, count_iteration_flops
@@ -309,6 +312,9 @@ class Reporter:
 
     def _report(self, state: TrainState, step: StepRecord, interval: _Interval) -> IterationReport:
         """Build the report of an interval that ends with `step`."""
+        # The last vote is the digest of the batch.
+        votes = step.result.votes
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
         # The lower limit of the time prevents a division by zero where the clock is too coarse.
         rates = compute_throughput(
             samples=interval.samples,
@@ -339,6 +345,8 @@ class Reporter:
             dropped_loss=None if step.result.applied else step.result.loss,
             grad_norm=step.result.grad_norm,
             loss_scale=step.result.loss_scale,
+            batch_digest=None if votes is None else f"{int(votes[-1]) % DIGESTS:08x}",
+            peak_memory_bytes=peak,
             num_zeros=step.result.num_zeros,
             params_norm=step.params_norm,
             # Without a curriculum the log line must not have this field, as in Megatron.

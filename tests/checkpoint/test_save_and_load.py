@@ -196,10 +196,13 @@ def test_architecture_differences_name_their_flags(tmp_path: Path) -> None:
         normalization="RMSNorm",
         embed_layernorm=True,
         hidden_dropout=0.3,
+        softmax_type="off-by-one",
     )
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(tmp_path, 3).load_into(make_shards(ONE), requested)
     message = str(caught.value)
+    # The tensors of both have the same shapes.
+    assert "--softmax-type is vanilla in the checkpoint, and off-by-one in this run" in message
     assert "--num-attention-heads is 2 in the checkpoint, and 4 in this run" in message
     assert "--normalization is LayerNorm in the checkpoint, and RMSNorm in this run" in message
     assert "a norm that is added later is untrained" in message

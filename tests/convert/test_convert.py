@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.checkpoint.load import open_checkpoint
-from megatron.config.layer_choice import describe_layers
 from megatron.config.model import ModelConfig
 from megatron.extras.interop.convert import architectures
 from megatron.extras.interop.convert.architectures import (
@@ -27,6 +26,7 @@ from megatron.extras.interop.convert.architectures import (
 from megatron.extras.interop.convert.export import ExportOptions, export_checkpoint
 from megatron.extras.interop.convert.fields import NOT_ARCHITECTURE
 from megatron.extras.interop.convert.importing import import_model
+from megatron.extras.interop.translators.compat_core_derived import describe_layers
 from megatron.model.positions import make_scaled_rotary_table, scale_rotary_frequencies
 from megatron.model.shape import ModelShape
 

@@ -95,7 +95,9 @@ def enlarge_epsilon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, "olmo-hybrid", replace(family, ours=ours))
 
 
-@pytest.mark.parametrize("family", ["qwen3-next", "olmo-hybrid"])
+@pytest.mark.parametrize(
+    "family", ["qwen3-next", pytest.param("olmo-hybrid", marks=pytest.mark.full)]
+)
 def test_a_trained_hybrid_is_exported_and_its_import_trains_at_another_layout(
     family: str,
     pool: ProcessPool,

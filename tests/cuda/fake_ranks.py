@@ -239,7 +239,8 @@ def count_attention(case: Case) -> dict[str, int]:
     return {
         name.partition(".")[0]: count
         for name, count in count_operators(case).items()
-        if "varlen_attn" in name or "dot_product" in name or name.startswith("_safe_softmax")
+        if any(part in name for part in ("varlen_attn", "dot_product", "flash_attention"))
+        or name.startswith("_safe_softmax")
     }
 
 

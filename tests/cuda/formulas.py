@@ -100,14 +100,14 @@ def predict(layout: Layout) -> Messages:
     found: Messages = Counter()
     for part in (_predict_tensor, _predict_data, _predict_pipeline):
         found += part(layout)
-    # Loss, squared norm, zeros, the decision to stop and the state of a save, in fp64.
+    # Loss, squared norm, zeros, the decision to stop, the state of a save and the digest, in fp64.
     if layout.t * layout.d * layout.p > 1:
         group = "world"
         if layout.d == layout.p == 1:
             group = "tensor"
         elif layout.t == layout.p == 1:
             group = "data"
-        found["all_reduce", group, "float64", 5 * 8] += 1
+        found["all_reduce", group, "float64", 6 * 8] += 1
     return found
 
 

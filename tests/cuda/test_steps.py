@@ -272,6 +272,19 @@ def test_attention_without_fusion(on_fake_gpu: Call):
     assert set(on_fake_gpu(count_attention, case)) == {"_safe_softmax", *FIRST_CALL}
 
 
+@pytest.mark.parametrize("flags", ["--sliding-window 4 --full-attention-layers 1", VARLEN])
+def test_sinks_take_the_kernel_that_returns_its_logsumexp(flags: str, on_fake_gpu: Call):
+    flags = f"{BF16}--softmax-type learnable {flags} --global-batch-size 2"
+    case = Case(flags, documents="varlen" in flags)
+    found = on_fake_gpu(count_attention, case)
+    # One call for each of the two layers, also with several documents.
+    assert {name: found[name] for name in found if "flash" in name} == {
+        "_flash_attention_forward": 2,
+        "_flash_attention_backward": 2,
+    }
+    assert "_safe_softmax" not in found
+
+
 def test_an_impossible_kernel_is_refused_at_the_start(on_fake_gpu: Call):
     case = Case("--attention-backend flash --global-batch-size 2")
     with pytest.raises(TrainingError, match=r"--attention-backend flash: none of these kernels"):

@@ -139,14 +139,14 @@ def test_a_step_sends_what_the_formula_counts(
             weight_bytes=weight,
             gradient_bytes=gradient,
         )
-        # One more all-reduce of five fp64 numbers: loss, gradient norm, zeros and two votes.
+        # One more all-reduce of six fp64 numbers: loss, gradient norm, zeros, and three votes.
         expected = {
             # On CPUs, an all-gather is a broadcast of each part (`parallel/gloo_shards.py`).
             "broadcast": Collectives(
                 traffic.all_gather.count * shard_size, traffic.all_gather.bytes
             ),
             "all_to_all_single": traffic.reduce_scatter,
-            "all_reduce": Collectives(traffic.all_reduce.count + 1, traffic.all_reduce.bytes + 40),
+            "all_reduce": Collectives(traffic.all_reduce.count + 1, traffic.all_reduce.bytes + 48),
         }
         found = {name: Collectives(*values) for name, values in recorded.items()}
         assert found == {name: sent for name, sent in expected.items() if sent.count}

@@ -43,6 +43,7 @@ SHAPES = {
     "gpt2-bf16": f"--bf16 {FUSED}",
     "llama-bf16": f"{LLAMA} --bf16 {FUSED}",
     "sinks": f"{LLAMA} --bf16 --softmax-type learnable --full-attention-layers 1",
+    "off-by-one": f"{LLAMA} --bf16 --softmax-type off-by-one --full-attention-layers 1",
     "llama-recomputed": f"{LLAMA} --bf16 --checkpoint-activations",
     "nanochat-bf16": f"{NANOCHAT} --bf16 {FUSED} --z-loss-coefficient 1e-4",
     "fp16": f"{LLAMA} {FP16}",

@@ -101,7 +101,6 @@ LAYOUTS = [
         8,
         f"--expert-model-parallel-size 2 {CP2} {TP2} --zero-stage 1",
         (EXPERTS,),
-        short=True,
     ),
     Layout("HSDP, TP 2", 8, f"{HSDP} {TP2} --zero-stage 3"),
     Layout(
@@ -111,6 +110,11 @@ LAYOUTS = [
     ),
     Layout("Muon, TP 2", 4, TP2, common="--optimizer muon"),
 ]
+# Compiled code keeps fp32, so it has no counterpart in fp64.
+COMPILED = Layout(
+    *("TP 2, SP, compiled", 2, f"{TP2} {SP} --use-torch-compile", (WHOLE,)),
+    common="--num-layers 2 --linear-attention-freq 2",
+)
 
 
 def train_in_fp64(cases: Sequence[str]) -> Any:
@@ -174,7 +178,7 @@ def test_a_layout_equals_one_process_in_fp64(layout: Layout, train_world: Train)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: each.name)
+@pytest.mark.parametrize("layout", [*LAYOUTS, COMPILED], ids=lambda each: each.name)
 def test_a_layout_equals_one_process_in_fp32(layout: Layout, train_world: Train) -> None:
     models, common = layout.models, layout.common
     alone = train_world(1, models, common, in_fp64=False)

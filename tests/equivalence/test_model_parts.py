@@ -31,6 +31,8 @@ MODELS = {
     "--no-add-bias-linear --rope-scaling llama3 --rope-original-length 128",
     "neox": "--position-embedding-type rotary --rotary-percent 0.25 --parallel-residual "
     "--no-norm-bias --no-add-bias-linear --add-qkv-bias --activation squared_relu",
+    "gate": f"{_ROTARY} --qk-norm head --num-query-groups 2 --attention-output-gate "
+    "--apply-layernorm-1p --no-add-bias-linear",
     # Two or four tensor-parallel ranks share these query groups.
     "multi-query": f"{_ROTARY} --num-query-groups 1 --qk-norm head",
     "two groups": f"{_ROTARY} --num-query-groups 2 --no-add-bias-linear",
@@ -89,6 +91,12 @@ def full(*case: object) -> object:
         full("multi-query", 2, "--tensor-model-parallel-size 2 --use-torch-compile"),
         full("multi-query", 2, "--tensor-model-parallel-size 2 --deepspeed"),
         full("multi-query", 4, f"{TWO_BY_TWO} --zero-stage 3 --deepspeed"),
+        full("gate", 4, "--tensor-model-parallel-size 4 --sequence-parallel"),
+        full(
+            "gate", 4, f"{TWO_BY_TWO} --pipeline-model-parallel-size 2 --recompute-attention-core"
+        ),
+        full("gate", 4, f"{TWO_BY_TWO} --context-parallel-size 2 --zero-stage 3"),
+        full("gate", 2, "--tensor-model-parallel-size 2 --use-torch-compile"),
         full("two groups", 4, "--tensor-model-parallel-size 4 --sequence-parallel"),
         full("olmo", 4, f"{TWO_BY_TWO} --zero-stage 3"),
         full("olmo", 2, "--tensor-model-parallel-size 2 --recompute-attention-core"),

@@ -177,6 +177,25 @@ def test_one_of_several_ranks_prints(
         assert printed[0] == expected
 
 
+@pytest.mark.full
+def test_sinks_and_a_window_on_tensor_ranks(
+    pool: ProcessPool, corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = f"--data-path {corpus} --vocab-file {VOCAB} --merge-file {MERGES} --save {tmp_path}/run"
+    model = "--softmax-type learnable --sliding-window 5 --full-attention-layers 1"
+    succeed(pool.run(1, pretrain, f"{SIZES} {paths} {model}".split()))
+    prompts = tmp_path / "prompts.txt"
+    # The prompts of a batch have different lengths.
+    prompts.write_text("\n".join(PROMPTS), encoding="utf-8")
+    flags = f"{GREEDY} --prompt-file {prompts} --json"
+    expected, _ = call(capsys, tmp_path / "run", f"{flags} --batch-size 1")
+    layout = "--tensor-model-parallel-size 2"
+    argv = f"--load {tmp_path}/run {flags} {layout} --batch-size 3".split()
+    outcomes = pool.run(2, call_on_rank, argv)
+    succeed(outcomes)
+    assert outcomes[0].output == expected
+
+
 @pytest.mark.parametrize(
     ("flags", "phrase"),
     [

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from model.builders import build, some_tokens, tiny_config
 from torch import Tensor
 
+from megatron.config.optimizer import OPTIMIZERS
 from megatron.extras.step.kernels.delta_rule import DeltaRuleKernel
 from megatron.model import gated_delta_net
 from megatron.model.delta_rule import apply_delta_rule, convolve
@@ -293,12 +294,14 @@ def test_an_error_of_the_formula_is_found(
 
 
 def test_weight_decay_and_muon_have_the_projections_only() -> None:
-    """Muon updates the matrices that decay."""
     shape = ModelShape(tiny_config(**HYBRID), 101, 101)
     specs = ATTENTIONS.require("gated_delta_net").list_parameters(shape, 1, 0)
     decaying = {name for name, spec in specs.items() if spec.decays}
     parts = ("query", "key", "value", "gate", "beta", "alpha", "out")
     assert decaying == {f"{part}.weight" for part in parts}
+    muon = OPTIMIZERS.require("muon")
+    updated = {name for name in specs if muon.updates(f"blocks.0.{name}", len(specs[name].shape))}
+    assert updated == decaying
 
 
 def compare_with_transformers(*, negative: bool) -> list[float]:

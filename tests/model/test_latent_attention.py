@@ -2,13 +2,16 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from model.builders import build, some_tokens, tiny_config
 from torch import Tensor, nn
 
+from megatron.model import latent_attention
 from megatron.model.inputs import START, Documents, Inputs
 from megatron.model.latent_attention import LatentAttention
 from megatron.model.positions import Positions, make_scaled_rotary_table
@@ -152,9 +155,8 @@ def pair_rotary(weight: Tensor, heads: int, plain: int) -> Tensor:
     return torch.cat((rows[:, ROTARY : ROTARY + plain], rotary), dim=1).flatten(0, 1)
 
 
-@pytest.mark.parametrize("name", ["v2", "v3"])
-@pytest.mark.parametrize("documents", [None, BOUNDS])
-def test_the_layer_is_that_of_transformers(name: str, documents: Documents | None) -> None:
+def find_differences(name: str, documents: Documents | None) -> set[str]:
+    """Return what differs from the layer of transformers: the output, and gradients."""
     module: Any = pytest.importorskip(f"transformers.models.deepseek_{name}")
     title = f"Deepseek{name.upper()}"
     changes = YARN if name == "v3" else {"q_lora_rank": None}
@@ -225,10 +227,78 @@ def test_the_layer_is_that_of_transformers(name: str, documents: Documents | Non
         for parameter in layer.parameters():
             assert parameter.grad is not None
             parameter.copy_(parameter.grad)
-    pairs = [(found, expected)]
-    pairs += [(read(), theirs.get_parameter(f"{each}.weight").grad) for each, read in rows.items()]
-    for ours, their in pairs:
-        assert float((ours - their).detach().abs().max() / their.detach().abs().max()) < 1e-5
+    pairs = [("output", found, expected)]
+    pairs += [
+        ("gradients", read(), theirs.get_parameter(f"{each}.weight").grad)
+        for each, read in rows.items()
+    ]
+    return {
+        kind
+        for kind, ours, their in pairs
+        if not (ours - their).detach().abs().max() < 1e-5 * their.detach().abs().max()
+    }
+
+
+@pytest.mark.parametrize("name", ["v2", "v3"])
+@pytest.mark.parametrize("documents", [None, BOUNDS])
+def test_the_layer_is_that_of_transformers(name: str, documents: Documents | None) -> None:
+    assert find_differences(name, documents) == set()
+
+
+def change_core(change: Callable[..., Any]) -> Any:
+    """Change queries, keys and values of the layer."""
+    project = LatentAttention._project
+    return patch.object(
+        LatentAttention,
+        "_project",
+        lambda layer, *arguments: change(layer, *project(layer, *arguments)),
+    )
+
+
+def divide_by_plain_width() -> Any:
+    return change_core(
+        lambda layer, query, key, value: (
+            query * (layer.head_dim / layer.plain_dim) ** 0.5,
+            key,
+            value,
+        )
+    )
+
+
+def leave_out_factor_on_logits() -> Any:
+    return patch.object(ModelShape, "latent_logit_factor", 1.0)
+
+
+def leave_shared_key_as_it_is() -> Any:
+    rotate = latent_attention.rotate
+    return patch.object(
+        latent_attention,
+        "rotate",
+        lambda x, cos, sin: rotate(x, cos, sin) if x.shape[3] > 1 else x,
+    )
+
+
+def take_key_gradient_of_first_head() -> Any:
+    def change(layer: LatentAttention, query: Tensor, key: Tensor, value: Tensor) -> Any:
+        rotary, plain = key.split((ROTARY, PLAIN), dim=3)
+        rotary = torch.cat((rotary[:, :1], rotary[:, 1:].detach()), dim=1)
+        return query, torch.cat((rotary, plain), dim=3), value
+
+    return change_core(change)
+
+
+@pytest.mark.parametrize(
+    ("error", "finds"),
+    [
+        (divide_by_plain_width, {"output", "gradients"}),
+        (leave_out_factor_on_logits, {"output", "gradients"}),
+        (leave_shared_key_as_it_is, {"output", "gradients"}),
+        (take_key_gradient_of_first_head, {"gradients"}),
+    ],
+)
+def test_an_error_of_the_formula_is_found(error: Callable[[], Any], finds: set[str]) -> None:
+    with error():
+        assert find_differences("v3", BOUNDS) == finds
 
 
 def test_a_packed_sample_is_its_documents_one_by_one() -> None:

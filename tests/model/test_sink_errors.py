@@ -17,8 +17,8 @@ from model.reference_models import FAMILIES, Expected, compute_expected
 from model.test_transformers import BOUND, compute_ours, list_parameters
 from torch import Tensor
 
-from megatron.extras.step.kernels import sinks
-from megatron.extras.step.kernels.kind import add_sinks
+from megatron.extras.step.kernels import attention as kernels
+from megatron.extras.step.kernels.kind import add_attention
 from megatron.model import attention, attention_core
 
 FAMILY = FAMILIES["gpt-oss"]
@@ -27,15 +27,15 @@ FAMILY = FAMILIES["gpt-oss"]
 @contextmanager
 def change_backward(change: Callable[..., Any]) -> Iterator[None]:
     """Let `change` see the arguments of the kernel's backward pass, and return what it gets."""
-    choose = sinks._choose_cpu_kernel
+    choose = kernels._choose_cpu_kernel
 
-    def choose_changed(bias: Tensor | None) -> sinks.Kernel:
+    def choose_changed(bias: Tensor | None) -> kernels.Kernel:
         kernel = choose(bias)
         return dataclasses.replace(
             kernel, backward=lambda *saved: kernel.backward(*change(kernel, *saved))
         )
 
-    with patch.object(sinks, "_choose_cpu_kernel", choose_changed):
+    with patch.object(kernels, "_choose_cpu_kernel", choose_changed):
         yield
 
 
@@ -64,12 +64,12 @@ def use_the_sum_without_the_sink() -> Any:
 @contextmanager
 def apply_the_sink_for_each_part() -> Iterator[None]:
     """A query whose keys are read in two parts gets the sink in both."""
-    apply = sinks.run_with_sink
+    apply = kernels.run_with_sink
 
     def apply_twice(query: Any, key: Any, value: Any, sink: Any, kernel: Any) -> Tensor:
         return apply(query, key, value, sink + torch.tensor(2.0).log(), kernel)
 
-    with patch.object(sinks, "run_with_sink", apply_twice):
+    with patch.object(kernels, "run_with_sink", apply_twice):
         yield
 
 
@@ -79,7 +79,9 @@ def add_the_sink_to_the_logits() -> Iterator[None]:
     attend = attention_core.attend
 
     def attend_modified(query: Any, key: Any, value: Any, weighting: Any) -> Tensor:
-        return attend(query, key, value, dataclasses.replace(weighting, sink=None))
+        return attend(
+            query, key, value, dataclasses.replace(weighting, head_values=None, weigh=None)
+        )
 
     with (
         patch.object(attention_core, "attend", attend_modified),
@@ -94,7 +96,7 @@ def forget_the_sink_of_new_tokens() -> Iterator[None]:
 
     def attend_forgetful(query: Any, key: Any, value: Any, weighting: Any) -> Tensor:
         if query.shape[2] < key.shape[2]:
-            weighting = dataclasses.replace(weighting, sink=None)
+            weighting = dataclasses.replace(weighting, head_values=None, weigh=None)
         return attend(query, key, value, weighting)
 
     with patch.object(attention, "attend", attend_forgetful):
@@ -110,7 +112,7 @@ def find_wrong(expected: Expected) -> set[str]:
     """Return whether logits, the gradients of sinks and those of the other weights differ."""
     weights = {name: each.numpy() for name, each in expected.weights.items()}
     # The model gets the kernels that a run has.
-    with patch.object(attention, "FusedOperators", add_sinks):
+    with patch.object(attention, "FusedOperators", lambda: add_attention("learnable")):
         ours = compute_ours(dict(FAMILY.ours), weights, 1, False)
     found = set()
     if abs(ours.logits - expected.logits.numpy()).max() > BOUND * expected.logits.abs().max():

@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.extras.step.kernels import sinks
+from megatron.extras.step.kernels import attention as sinks
 from megatron.model.attention_core import Weighting, attend, attend_by_document
+from megatron.model.layer_parts import SOFTMAXES
 from megatron.model.packed_attention import pack_documents
 from megatron.model.positions import make_window_bias
 
 SINKS = (0.0, 3.0, 20.0, -2.0)
 KERNELS = sinks.SinkKernels()
+WEIGH = SOFTMAXES.require("learnable").weigh
 
 
 def compute(query: Tensor, key: Tensor, value: Tensor, sink: Tensor, seen: Tensor) -> Tensor:
@@ -74,7 +76,7 @@ def test_whole_samples_equal_the_formula(
     bias = None
     if window is not None:
         bias = make_window_bias(window, keys, query.device, query.dtype, queries)
-    found = attend(query, key, value, Weighting(bias, window, None, sink, KERNELS))
+    found = attend(query, key, value, Weighting(bias, window, None, sink, WEIGH, KERNELS))
     expected = compute(query, key, value, sink, see(queries, keys, window))
     # One key alone has no gradient of its logit without a sink, and has one with it.
     check(found, expected, inputs, 1e-10)
@@ -89,8 +91,30 @@ def test_without_a_fused_kernel_numbers_are_equal_in_fp32(window: int | None) ->
         bias = make_window_bias(window, 9, query.device, query.dtype)
     with sdpa_kernel([SDPBackend.MATH]):
         assert not sinks.has_sink_kernel(query, only_window=True)
-        found = attend(query, key, value, Weighting(bias, window, None, sink, KERNELS))
+        found = attend(query, key, value, Weighting(bias, window, None, sink, WEIGH, KERNELS))
     check(found, compute(query, key, value, sink, see(9, 9, window)), inputs, 1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize("kernels", [None, KERNELS])
+@pytest.mark.parametrize("window", [None, 1])
+def test_numbers_of_16_bits_are_finite_and_near(
+    dtype: torch.dtype, bound: float, kernels: sinks.SinkKernels | None, window: int | None
+) -> None:
+    """A sink of 20 leaves 2e-9 of an output, less than a number of fp16."""
+    inputs = [x.detach().to(dtype).requires_grad_() for x in make_inputs(13, 13)]
+    query, key, value, sink = inputs
+    bias = None
+    if window is not None:
+        bias = make_window_bias(window, 13, query.device, dtype)
+    found = attend(query, key, value, Weighting(bias, window, None, sink, WEIGH, kernels))
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    expected = compute(exact[0], exact[1], exact[2], exact[3], see(13, 13, window))
+    ours = torch.autograd.grad(found.sum(), inputs)
+    theirs = torch.autograd.grad(expected.sum(), exact)
+    for mine, other in zip((found, *ours), (expected, *theirs), strict=True):
+        assert mine.isfinite().all()
+        assert (mine - other).abs().max() <= bound * max(1.0, float(other.detach().abs().max()))
 
 
 DOCUMENTS = ((0, 1, 2, 9, 13), (0, 12, 13))
@@ -104,7 +128,7 @@ def test_documents_equal_the_formula(window: int | None) -> None:
     if window is not None:
         bias = make_window_bias(window, 13, query.device, query.dtype)
     found = attend_by_document(
-        query, key, value, Weighting(bias, window, None, sink, KERNELS), DOCUMENTS
+        query, key, value, Weighting(bias, window, None, sink, WEIGH, KERNELS), DOCUMENTS
     )
     expected = torch.cat(
         [
@@ -121,7 +145,7 @@ def test_a_new_token_equals_the_formula(kernels: sinks.SinkKernels | None) -> No
     query, key, value, sink = inputs
     hidden = torch.zeros(2, 1, 1, 7, dtype=torch.float64)
     hidden[1, ..., :3] = -math.inf
-    found = attend(query, key, value, Weighting(hidden, None, None, sink, kernels))
+    found = attend(query, key, value, Weighting(hidden, None, None, sink, WEIGH, kernels))
     seen = (hidden == 0)[:, :, 0]
     expected = torch.cat(
         [
@@ -248,7 +272,7 @@ def test_the_kernel_of_gpus_is_called_once_for_all_documents(window: int | None)
     inputs = make_inputs(13, 13)
     query, key, value, sink = inputs
     packed = pack_documents(DOCUMENTS, query.device)
-    weighting = Weighting(None, window, None, sink, KERNELS)
+    weighting = Weighting(None, window, None, sink, WEIGH, KERNELS)
     found = KERNELS.attend_packed(query, key, value, packed, weighting)
     expected = torch.cat(
         [
@@ -278,7 +302,7 @@ def test_the_compiler_traces_a_kernel() -> None:
     query, key, value, sink = inputs
 
     def compute_with_kernel() -> Tensor:
-        return attend(query, key, value, Weighting(None, None, None, sink, KERNELS))
+        return attend(query, key, value, Weighting(None, None, None, sink, WEIGH, KERNELS))
 
     compiled = torch.compile(compute_with_kernel, backend="aot_eager", fullgraph=True)
     check(compiled(), compute_with_kernel(), inputs, 1e-6)

@@ -123,6 +123,8 @@ def test_parser_returns_the_numbers_that_were_printed(prefix: str) -> None:
         "experts",
         "gigaflops_without_embeddings",
         "goodput",
+        "batch_digest",
+        "peak_memory_bytes",
     }
     assert set(parsed) == set(vars(report)) - optional_or_derived
 

@@ -6,6 +6,7 @@ tests/slurm/test_restarts.py has the tests with a real Slurm.
 # ruff: noqa: F811 (fixtures are imported by their names)
 
 import json
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,8 +17,12 @@ import pytest
 from operations.test_requeue import _signal_handlers, make_task, slurm  # noqa: F401
 
 from megatron.extras.operations.chronicle.records import Event, read_events
+from megatron.extras.operations.commands import slurm_array_task
+from megatron.extras.operations.slurm import fewer_nodes, start
 from megatron.extras.operations.slurm.array_task import run_array_task
 from megatron.extras.operations.slurm.attempts import FILE, Attempt
+from megatron.extras.operations.slurm.exclusion import HostExclusion
+from megatron.extras.operations.slurm.fewer_nodes import NodeLayout
 from megatron.extras.operations.slurm.start import TaskOutcome
 from megatron.observe.chronicle import CHRONICLE
 from megatron.observe.log_line import format_training_complete_line
@@ -234,3 +239,117 @@ def test_job_with_too_few_nodes_needs_a_person(slurm: Path) -> None:
     job = FakeJob(slurm, [COMPLETE])
     assert job.run(train_nodes=5) == TaskOutcome.NEEDS_PEOPLE
     assert "--train-nodes 5" in job.alerts[0]
+
+
+TRAIN = shlex.split(
+    "pretrain_gpt.py --num-layers 12 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
+    "--vocab-size 512 --micro-batch-size 2 --global-batch-size 24 --train-iters 100 --lr 1e-3 "
+    "--data-path none --pipeline-model-parallel-size 4 --distributed-backend gloo"
+)
+"""A training on 4 ranks. Its layout is not possible on 3."""
+LOSE_N2 = f"echo 'n[1,3-4]' > NODES; {CRASH}"
+SINFO = """#!/bin/sh
+echo "$@" >> FOLDER/sinfo-calls
+printf 'n2 %s\\n' "$(cat FOLDER/n2)"
+"""
+
+
+def make_small_job(folder: Path, steps: Sequence[str], n2: str = "down*") -> FakeJob:
+    """Return a job that loses n2 in its first step."""
+    job = FakeJob(folder, [step.replace("NODES", str(folder / "nodes")) for step in steps])
+    job.task = replace(job.task, command=tuple(TRAIN), fewer_nodes=3)
+    scancel = f'#!/bin/sh\necho "$@" >> {folder}/scancel-calls\ntouch {folder}/signalled\n'
+    for name, text in (("sinfo", SINFO.replace("FOLDER", str(folder))), ("scancel", scancel)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    (folder / "n2").write_text(n2)
+    return job
+
+
+def test_training_goes_on_with_fewer_nodes(slurm: Path) -> None:
+    """The planner's layout follows the flags of the command, and stays in later restarts."""
+    job = make_small_job(slurm, [LOSE_N2, CRASH, COMPLETE])
+    assert job.run() == TaskOutcome.COMPLETE
+    first, second, third = job.steps()
+    assert "--nodelist" not in first
+    assert "--nodes=3 --ntasks=3 --nodelist=n1,n3,n4" in second
+    assert second == third
+    flags = second.partition(shlex.join(TRAIN))[2].split()
+    assert flags[flags.index("--micro-batch-size") + 1] == "2"
+    assert 3 % int(flags[flags.index("--pipeline-model-parallel-size") + 1]) == 0
+    (alert,) = job.alerts
+    assert "goes on with 3 of 4 nodes, from TP 1 PP 4 DP 1" in alert
+    assert alert.count("predicted") == 2
+    assert [event.details.get("nodes") for event in job.events("restart")] == [3, None]
+    assert "requeue 12" not in job.calls()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"fewer_nodes": "never"}, "the training needs 4"),
+        ({"fewer_nodes": 4}, "the training needs 4"),
+        ({"plan": ("--device-memory-gib", "0.001")}, "no layout is possible on fewer: 3 devices"),
+        ({"command": ("pretrain_gpt.py",)}, "the planner has no layout (exit code 1)"),
+    ],
+)
+def test_job_waits_without_a_layout(
+    changes: dict[str, Any], reason: str, slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "command" in changes:
+        monkeypatch.setattr("sys.executable", "/bin/false")
+    job = make_small_job(slurm, [LOSE_N2, COMPLETE])
+    assert job.run(**changes) == TaskOutcome.CRASHED
+    assert len(job.steps()) == 1
+    assert "no restart in this job: 3 good nodes are left" in job.log()
+    assert reason in job.log()
+    assert "requeue 12" in job.calls()
+
+
+UNTIL_SIGNAL = "for i in $(seq 20); do sleep 0.05; [ -e SIGNALLED ] && exit 0; done; exit 0"
+
+
+@pytest.mark.parametrize(
+    ("n2", "changes", "grows"), [("idle", 1, True), ("idle", 4, False), ("idle*", 1, False)]
+)
+def test_training_takes_a_lost_node_back(
+    n2: str, changes: int, grows: bool, slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends after the next save, and is requeued, but not again and again."""
+    step = UNTIL_SIGNAL.replace("SIGNALLED", str(slurm / "signalled"))
+    job = make_small_job(slurm, [LOSE_N2, step], n2)
+    iterations = iter(range(1000))
+    monkeypatch.setattr(fewer_nodes, "read_reached_iteration", lambda save: next(iterations))
+    monkeypatch.setattr(fewer_nodes, "_LONGEST_POLL", 0.02)
+    found = NodeLayout(3, ("--zero-stage", "1"), 1.0, "text")
+    monkeypatch.setattr(start, "choose_layout", lambda *arguments: found)
+    for _ in range(changes - 1):
+        HostExclusion(job.task.save, print).record("restart", {"nodes": 3})
+    assert job.run(grow_after=0.001) == TaskOutcome.LEFT
+    assert ("requeue 12" in job.calls()) == grows
+    assert (slurm / "signalled").exists() == grows
+    assert (slurm / "sinfo-calls").read_text().startswith("--noheader --Node --nodes=n2 ")
+    if grows:
+        assert "n2 can be used again; the next save ends this step" in job.log()
+        assert (slurm / "scancel-calls").read_text() == "--signal=USR2 12\n"
+        assert job.events("restart")[-1].details["nodes"] == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--plan=--hardware=cpu", "--plan --hardware=cpu needs --fewer-nodes"),
+        ("--fewer-nodes 0", "--fewer-nodes 0 must be 1 or more, or never"),
+        ("--fewer-nodes 3 --grow-after nan", "--grow-after nan must be 0 or more"),
+        ("--fewer-nodes 3 --max-restarts 0", "--fewer-nodes needs --max-restarts above 0"),
+        ("--fewer-nodes 3 -- pretrain_gpt.py --deepspeed", "is not possible with --deepspeed"),
+    ],
+)
+def test_fewer_nodes_that_are_refused(
+    options: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, _, command = options.partition(" -- ")
+    words = ["--save", str(tmp_path), "--main-log", str(tmp_path / "log"), *own.split()]
+    assert slurm_array_task.main([*words, "--", *(command or "pretrain_gpt.py").split()]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -62,6 +62,8 @@ class Simulation:
 
     def fail(self, failure: Failure) -> None:
         node = failure.node
+        if node >= self.policy.pool:
+            return
         if self.policy.spares is not None:
             end = failure.time + failure.repair
             self.repaired[node] = max(self.repaired.get(node, 0), end)
@@ -116,7 +118,8 @@ def test_replay_equals_a_simulation_by_seconds(seed: int) -> None:
     failures = [
         Failure(
             time,
-            chance.randrange(policy.pool),
+            # The last node is not one of the run.
+            chance.randrange(policy.pool + 1),
             chance.choice((0, 2 * chance.randint(0, 20) + 1, 2 * chance.randint(0, 200) + 1)),
             chance.choice("ab"),
         )

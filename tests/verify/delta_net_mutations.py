@@ -201,8 +201,7 @@ DELTA_NET_MUTATIONS = [
         f"{CP} {DOCUMENTS}",
         2,
         keep_state_over_documents,
-        caught_by="loss",
-        first=FIRST,
+        caught_by="gradients",
         documents=True,
     ),
     Mutation(
@@ -221,8 +220,6 @@ DELTA_NET_MUTATIONS = [
         f"{CP} {DOCUMENTS}",
         2,
         convolve_parts_alone,
-        caught_by="loss",
-        first=FIRST,
         documents=True,
     ),
     Mutation(
@@ -249,6 +246,7 @@ DELTA_NET_MUTATIONS = [
         f"{TP} {HYBRID}",
         2,
         leave_output_norm_apart,
+        caught_by="gradients",
     ),
     Mutation(
         "the state reads positions in the order of the ranks",
@@ -307,5 +305,6 @@ DELTA_NET_MUTATIONS = [
         f"--recompute-attention-core {HYBRID}",
         2,
         lose_gradient_of_recomputed_rates,
+        caught_by="gradients",
     ),
 ]

@@ -105,7 +105,7 @@ def give_all_context_ranks_the_first_heads() -> None:
     from megatron.model import attention_core
 
     def make(change: Any) -> Any:
-        def keep_head(drop: Any, **values: Any) -> Any:
+        def keep_head(drop: Any, /, **values: Any) -> Any:
             values.pop("head", None)
             return change(drop, **values)
 

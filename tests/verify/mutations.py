@@ -16,6 +16,7 @@ from verify.dropout_mutations import DROPOUT_MUTATIONS
 from verify.expert_mutations import EXPERT_MUTATIONS
 from verify.float8_mutations import FLOAT8_MUTATIONS
 from verify.hidden_mutations import HIDDEN_MUTATIONS
+from verify.latent_mutations import LATENT_MUTATIONS
 from verify.museum.museum_mutations import MUSEUM_MUTATIONS
 from verify.mutation import MEGATRON, NO_DROPOUT, PP, SP, TP, Mutation, wrap
 from verify.parametrization_mutations import PARAMETRIZATION_MUTATIONS
@@ -817,6 +818,7 @@ MUTATIONS = [
     *FLOAT8_MUTATIONS,
     *HIDDEN_MUTATIONS,
     *SINK_MUTATIONS,
+    *LATENT_MUTATIONS,
     *DELTA_NET_MUTATIONS,
     *MUSEUM_MUTATIONS,
     *ROW_MUTATIONS,

@@ -1,6 +1,7 @@
 """Known errors of attention sinks, as changes in one process. See `mutations.py`."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from verify.mutation import MEGATRON, NO_DROPOUT, TP, Mutation, wrap
@@ -11,13 +12,18 @@ NOT_REPORTED = "no public report"
 CP = f"--context-parallel-size 2 {SINKS}"
 
 
+def change_sink(weighting: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a weighting with other sinks."""
+    return dataclasses.replace(weighting, head_values=change(weighting.head_values))
+
+
 def drop_sinks_of_shared_sequences() -> None:
     from megatron.model import attention
 
     def make(attend: Any) -> Any:
         def attend_without(query: Any, key: Any, value: Any, weighting: Any, *others: Any) -> Any:
             # A gradient that is missing would end the step.
-            without = dataclasses.replace(weighting, sink=0 * weighting.sink - 30)
+            without = change_sink(weighting, lambda sink: 0 * sink - 30)
             return attend(query, key, value, without, *others)
 
         return attend_without
@@ -30,7 +36,9 @@ def use_sinks_of_first_heads() -> None:
 
     def make(take: Any) -> Any:
         def take_first(weighting: Any, rank: int, heads: int) -> Any:
-            return dataclasses.replace(take(weighting, rank, heads), sink=weighting.sink[:heads])
+            return change_sink(
+                take(weighting, rank, heads), lambda _: weighting.head_values[:heads]
+            )
 
         return take_first
 
@@ -55,8 +63,7 @@ def add_gradients_for_each_part_of_a_sequence() -> None:
 
     def make(attend: Any) -> Any:
         def attend_twice(query: Any, key: Any, value: Any, weighting: Any, *others: Any) -> Any:
-            sink = 2 * weighting.sink - weighting.sink.detach()
-            scaled = dataclasses.replace(weighting, sink=sink)
+            scaled = change_sink(weighting, lambda sink: 2 * sink - sink.detach())
             return attend(query, key, value, scaled, *others)
 
         return attend_twice
@@ -74,24 +81,22 @@ def lose_gradient_in_recomputation() -> None:
 
         return get_detached
 
-    wrap(SelfAttention, "_get_sink", make)
+    wrap(SelfAttention, "_get_head_values", make)
 
 
 def add_sink_gradients_of_tensor_ranks() -> None:
-    from megatron.model import layer_parts
     from megatron.model.layer_parts import SoftmaxRow
 
-    row = layer_parts.SOFTMAXES.rows["learnable"]
-    assert isinstance(row, SoftmaxRow)
+    def make(list_all: Any) -> Any:
+        def list_partial(row: Any, heads: int) -> Any:
+            return {
+                name: dataclasses.replace(spec, partial_gradient=True)
+                for name, spec in list_all(row, heads).items()
+            }
 
-    def list_partial(heads: int) -> Any:
-        return {
-            name: dataclasses.replace(spec, partial_gradient=True)
-            for name, spec in row.list_parameters(heads).items()
-        }
+        return list_partial
 
-    changed = dataclasses.replace(row, list_parameters=list_partial)
-    layer_parts.SOFTMAXES.rows["learnable"] = changed  # type: ignore[index]
+    wrap(SoftmaxRow, "list_parameters", make)
 
 
 def decay_sinks() -> None:

@@ -125,6 +125,54 @@ def test_the_first_number_that_differs_is_named(
     assert ("equal: all 44 numbers" if first is None else first) in printed
 
 
+MEGATRON = {
+    "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attention.linear_proj": ("self_attn.o_proj",),
+    "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.linear_fc2": ("mlp.down_proj",),
+    "input_layernorm": ("input_layernorm",),
+    "pre_mlp_layernorm": ("post_attention_layernorm",),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "first"),
+    [
+        (lambda model: None, None),
+        (lose_gradient, "gradient of decoder.layers.1.mlp.linear_fc1.weight"),
+    ],
+)
+def test_a_step_of_megatron(
+    llama: tuple[Path, Path],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    change: Change,
+    first: str | None,
+) -> None:
+    """The norm of a fused matrix is that of its parts together."""
+    model = transformers.LlamaForCausalLM.from_pretrained(llama[0])
+    change(model)
+    path = record(tmp_path / "step.json", model, lambda tokens: model(tokens).logits, 61)
+    step = json.loads(path.read_text())
+    norms = step["gradients"]
+    step["gradients"] = {
+        "embedding.word_embeddings.weight": norms["model.embed_tokens.weight"],
+        "decoder.final_layernorm.weight": norms["model.norm.weight"],
+        "output_layer.weight": norms["lm_head.weight"],
+    } | {
+        f"decoder.layers.{layer}.{theirs}.weight": math.hypot(
+            *(norms[f"model.layers.{layer}.{part}.weight"] for part in parts)
+        )
+        for layer in range(4)
+        for theirs, parts in MEGATRON.items()
+    }
+    path.write_text(json.dumps(step))
+    code = verify.main(["--compare", str(path), "--weights", str(llama[1]), "--json"])
+    found = json.loads(capfd.readouterr().out)
+    assert (code, found["first"]) == (0 if first is None else 1, first)
+    assert len(found["numbers"]) == 4 + 1 + 4 * 6 + 3
+
+
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_step_of_nanogpt(wrong: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = build_nanogpt(NANOGPT_CONFIG, 64)

@@ -38,6 +38,7 @@ def shape() -> ModelShape:
         {"num_experts": 4, "moe_shared_expert_intermediate_size": 8, "embed_layernorm": True},
         {"untie_embeddings_and_output_weights": True, "moe_shared_expert_gate": True},
         {"softmax_type": "learnable"},
+        {"attention_output_gate": True, "apply_layernorm_1p": True, "normalization": "RMSNorm"},
         {"multi_latent_attention": True, "q_lora_rank": 24},
         {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": "2"},
     ],
@@ -51,6 +52,10 @@ def test_the_reference_knows_each_parameter(changes: dict[str, Any], shape: Mode
     for name, parameter in model.named_parameters():
         spec: ParameterSpec = parameter.spec  # type: ignore[attr-defined]
         row = find_row(name)
+        if row.start == "norm":
+            start = Init.ZERO if config.apply_layernorm_1p else Init.ONE
+            assert (spec.init, spec.decays) == (start, False), name
+            continue
         drawn = {Init.NORMAL: "matrix", Init.SCALED_NORMAL: "output", Init.TABLE: "table"}
         drawn |= {Init.VECTOR: "vector", Init.CONVOLUTION: "kernel"}
         drawn |= {Init.DECAY_RATE: "rate", Init.TIME_STEP: "step"}

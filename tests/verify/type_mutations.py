@@ -18,6 +18,10 @@ EXPERTS = (
     "--preset qwen3-30b-a3b --num-layers 2 --expert-model-parallel-size 8 "
     f"--global-batch-size 512 {_LENGTH}"
 )
+LATENT = (
+    "--preset deepseek-v2-lite --num-layers 1 --num-experts None --tensor-model-parallel-size 2 "
+    f"--global-batch-size 512 {_LENGTH}"
+)
 COPIES = (
     f"--preset llama2-7b --num-layers 2 --sharding-strategy hsdp --global-batch-size 512 {_LENGTH}"
 )
@@ -47,6 +51,12 @@ def leave_row_parallel_products_apart() -> AbstractContextManager[Any]:
         "forward",
         lambda _: lambda layer, x: layer._multiply(x, layer.bias),
     )
+
+
+def leave_rotary_key_apart() -> AbstractContextManager[Any]:
+    from megatron.model import latent_attention
+
+    return _wrap(latent_attention, "enter_tensor_parallel", lambda _: lambda x, tp: x)
 
 
 def leave_input_gradients_partial() -> AbstractContextManager[Any]:
@@ -218,6 +228,12 @@ TYPE_MUTATIONS = {
     "input gradients of column-parallel layers stay partial": TypeMutation(
         leave_input_gradients_partial,
         ("_EnteredLinears.backward (parallel/entered_linear.py", "must send all_reduce"),
+    ),
+    "the gradient of the rotary key stays partial": TypeMutation(
+        leave_rotary_key_apart,
+        ("model/latent_attention.py", "Invariant type on axis"),
+        LATENT,
+        16,
     ),
     "gradients of norms stay partial": TypeMutation(
         leave_norm_gradients_partial,

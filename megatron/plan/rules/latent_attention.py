@@ -17,13 +17,12 @@ _FORBIDDEN = {
     "model.kv_channels": "--qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim are the widths",
     "model.rotary_percent": "--qk-pos-emb-head-dim is the number of rotary channels",
     "model.qk_norm": "the latent vectors have the norms",
-    "model.softmax_type": "it was not compared with sinks",
+    "model.softmax_type": "it was not compared with another softmax",
     "model.parametrization": "it has no rule there",
     "model.experimental_attention_variant": "it was not compared with gated delta nets",
     "kernels.rope_fusion": "the kernel rotates a projection to queries, keys and values",
     "kernels.use_varlen_attention": "its kernel needs values as wide as keys",
     "kernels.use_torch_compile": "it was not compared with compiled layers",
-    "parallel.deepspeed": "it was not compared with the DeepSpeed engine",
     "precision.fp8_format": "its products have no float8 form",
 }
 """Field that excludes latent attention -> why."""

@@ -98,7 +98,7 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     if_given(model.check_layer_choices, *model.LAYER_CHOICES),
     OneOf(("model.activation", "model.glu_activation"), ": the first is for an MLP without a gate"),
     if_given(model.check_query_key_norm, "model.qk_norm"),
-    if_given(model.check_sinks, "model.softmax_type"),
+    if_given(model.check_softmax, "model.softmax_type"),
     if_given(model.check_output_gate, "model.attention_output_gate"),
     if_given(model.check_parametrization, "model.parametrization"),
     if_given(latent_attention.check_latent_attention, latent_attention.LATENT),
@@ -108,7 +108,7 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         lambda config: config.model.experimental_attention_variant is not None,
         error,
         f"was not compared with {{{linear_attention.VARIANT}}}; leave one of them out",
-        ("kernels.use_torch_compile", "precision.fp8_format", "model.parametrization"),
+        ("precision.fp8_format", "model.parametrization"),
     ),
     if_given(experts.check_experts, experts.NUMBER),
     if_given(model.check_positions_cover_sequence, "model.max_position_embeddings"),
@@ -137,6 +137,7 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     ),
     needs("checkpoint.local_dir", ", for an address in --save", "checkpoint.save_staging"),
     needs(_KEEP_LATEST, ": without it all checkpoints are kept", "checkpoint.keep_every"),
+    needs(_KEEP_LATEST, "", "checkpoint.keep_for_handover"),
     # These flags have a meaning only for a checkpoint that is loaded.
     needs(
         *("checkpoint.load", ", the folder of the checkpoint", "checkpoint.finetune"),

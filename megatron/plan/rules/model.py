@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from megatron.config.fields import ConfigWithOrigin
 from megatron.config.layer_choice import choose_layers, find_linear_layers
 from megatron.config.model import DROPOUT_STEPS
-from megatron.model.layer_parts import NORMS, get_activation
+from megatron.model.layer_parts import NORMS, SOFTMAXES, get_activation
 from megatron.model.shape import ModelShape
 from megatron.plan.rules.finding import Finding, PlanContext, error, warning
 
@@ -161,31 +161,25 @@ def check_parametrization(settings: ConfigWithOrigin) -> Iterator[Finding]:
         )
 
 
-_SINK_KERNELS = {"auto", "by-gpu", "flash", "unfused"}
-"""Values of --attention-backend that have a way to compute sinks."""
+_SOFTMAX_KERNELS = {"auto", "by-gpu", "flash", "unfused"}
+"""Values of --attention-backend that have a way to compute another softmax than "vanilla"."""
 
 
-def check_sinks(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Check that what computes and updates the model can have sinks of attention."""
-    config = settings.config
-    if config.model.softmax_type == "vanilla":
+def check_softmax(settings: ConfigWithOrigin) -> Iterator[Finding]:
+    """Check that the kernels and the parametrization can have this softmax of attention."""
+    if SOFTMAXES.require(settings.config.model.softmax_type).weigh is None:
         return
     asked = settings.describe("model.softmax_type")
-    if not _SINK_KERNELS & {*config.kernels.attention_backend}:
+    if not _SOFTMAX_KERNELS & {*settings.config.kernels.attention_backend}:
         yield error(
             f"{asked} is computed by the kernels flash and unfused, and "
             f"{settings.describe('kernels.attention_backend')} has none of them; add one, or give "
             "auto."
         )
-    if config.model.parametrization != "standard":
+    if settings.is_changed("model.parametrization"):
         yield error(
             f"{asked} has no rule in {settings.describe('model.parametrization')}: logits shrink "
-            "with the width of a head, and nothing says whether a sink does. Leave one of them out."
-        )
-    if config.parallel.deepspeed:
-        yield error(
-            f"{asked} was not compared with the DeepSpeed engine; leave out "
-            f"{settings.describe('parallel.deepspeed')}."
+            "with the width of a head, and nothing says whether its own numbers do. Leave one out."
         )
 
 

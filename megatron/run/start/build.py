@@ -91,7 +91,7 @@ def build_engine(
 
 
 def load_engine(
-    engine: Engine, checkpoint: Checkpoint, config: Config, ranks: Ranks, store: Store
+    engine: Engine, checkpoint: Checkpoint, config: Config, mesh: Mesh, store: Store, parts: Parts
 ) -> str | None:
     """Load a checkpoint of any layout into the engine, on all ranks together.
 
@@ -102,6 +102,7 @@ def load_engine(
         CheckpointError: The checkpoint does not fit, or has no optimizer state although it is
             needed.
     """
+    ranks = mesh.ranks
     with_optimizer = config.checkpoint.load_optim and not config.checkpoint.finetune
     if with_optimizer and checkpoint.optimizer is None:
         raise CheckpointError(
@@ -129,6 +130,7 @@ def load_engine(
         # Checked after the digests, because a damaged file may hold any number. Weights that are
         # not finite in a valid file cannot be trained further.
         refuse_not_finite(checkpoint, describe_not_finite(shards), ranks)
+        parts.change_loaded(shards, config)
         engine.finish_load(checkpoint.optimizer if with_optimizer else None)
         if added:
             ranks.log(
@@ -294,7 +296,7 @@ def start_run(
         if job.checkpoint is None:
             wrong = None
         else:
-            wrong = load_engine(engine, job.checkpoint, job.plan.config, ranks, store)
+            wrong = load_engine(engine, job.checkpoint, job.plan.config, mesh, store, parts)
         if wrong is None:
             return build_run(
                 job,
@@ -405,8 +407,10 @@ def build_saver(
     It reports its checkpoints through the reporter, and passes them to the exporter.
     """
     config = job.plan.config.checkpoint
-    if config.save is None or job.plan.config.batch.eval_only:
+    if config.save is None or job.plan.config.batch.eval_only or config.rehearsal is not None:
         return None
+    # The older checkpoint serves both.
+    distances = job.plan.config.guard.rollback_distance, config.keep_for_handover
     lineage: Lineage = ()
     # A lineage continues only in the folder that it was read from. A run that loads from one folder
     # and saves to another starts a new lineage.
@@ -431,6 +435,6 @@ def build_saver(
         # A checkpoint that is removed during its export would make the export fail.
         in_use=exporter.list_iterations_in_use,
         lineage=lineage,
-        rollback_distance=job.plan.config.guard.rollback_distance,
+        rollback_distance=max(filter(None, distances), default=None),
         store=store,
     )

@@ -26,7 +26,7 @@ def train_and_record(run: Run, start_seconds: float, parts: Parts) -> None:
     Args:
         run: The run.
         start_seconds: Seconds from the start of this launch until now.
-        parts: They may predict the time of a step, and keep the report of a verification.
+        parts: They may predict the time of a step, and add to the record of the start.
 
     Raises:
         MegatronError: See `train`.
@@ -36,7 +36,7 @@ def train_and_record(run: Run, start_seconds: float, parts: Parts) -> None:
         # The report compares the measured time of a step with the predicted one.
         if run.mesh.device.type == "cuda":
             details |= parts.predict(run.plan, run.reporter.device_name)
-        details |= parts.keep_verification(run.plan, run.reporter.log)
+        details |= parts.describe_start(run.plan, run.reporter.device_name, run.reporter.log)
         run.reporter.record("start", details, run.state.iteration)
     try:
         stop = train(run)

@@ -606,6 +606,7 @@ ERRORS = (
         "2026-07-11",
         Method.COPY,
         "loss",
+        "the gradients. Initial decays are fast, so the loss changed by less than the bound.",
     ),
     KnownError(
         "the convolution of a gated delta net reads the document before",
@@ -630,6 +631,7 @@ ERRORS = (
         "2026-07-11",
         Method.COPY,
         "loss",
+        "the gradient norm. The loss changed by less than the bound.",
     ),
     KnownError(
         "the borders of documents are those of a rank's part",
@@ -667,6 +669,7 @@ ERRORS = (
         "reported 2026-09",
         Method.COPY,
         "gradient norm",
+        "the gradients. Those of the norm are a small part of the gradient norm.",
     ),
     KnownError(
         "the gradient norm has the sinks of the first tensor rank only",

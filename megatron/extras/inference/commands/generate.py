@@ -94,7 +94,7 @@ class ChatSession:
         """Remember an answer, if there is a history."""
         # The prompts of a file are independent questions.
         if self._history:
-            self._messages += [ask(question), {"role": "assistant", "content": answer}]
+            self._messages += self._template.make_turn(self._messages, ask(question), answer)
 
 
 def ask(question: str) -> dict[str, str]:

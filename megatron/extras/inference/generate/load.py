@@ -16,11 +16,11 @@ from torch import Tensor
 
 from megatron.base.errors import ConfigError, LayoutError
 from megatron.checkpoint.finite import describe_not_finite, refuse_not_finite
-from megatron.checkpoint.folder import locate_checkpoint
 from megatron.checkpoint.load import Checkpoint
 from megatron.config.fields import ConfigWithOrigin
 from megatron.config.parallel import ParallelConfig
 from megatron.config.tree import Config
+from megatron.console.checkpoint_path import locate_checkpoint
 from megatron.extras.inference.generate.staged_model import StagedModel
 from megatron.model.experts.routing import list_balance, list_routers
 from megatron.model.gpt import GPT

@@ -31,10 +31,10 @@ from megatron.base.code_version import get_code_version
 from megatron.base.errors import ConfigError
 from megatron.base.plain_text import print_line
 from megatron.checkpoint.contents import CheckpointContents
-from megatron.checkpoint.folder import locate_checkpoint
 from megatron.checkpoint.load import open_checkpoint
 from megatron.config.fields import LoadedConfig
 from megatron.config.yaml_file import dump_yaml
+from megatron.console.checkpoint_path import locate_checkpoint
 from megatron.console.parse import parse_arguments, split_at_double_dash
 from megatron.console.run_tool import run_tool
 from megatron.console.tokenizer_flags import TokenizerFlags

@@ -34,7 +34,6 @@ from megatron.checkpoint.folder import (
     LATEST_ITERATION,
     find_stored_folder,
     list_saved_iterations,
-    locate_checkpoint,
     read_pointer,
     read_pointer_text,
 )
@@ -42,6 +41,7 @@ from megatron.checkpoint.lease import get_heartbeat_age, is_alive, read_holder
 from megatron.checkpoint.load import Checkpoint, open_folder
 from megatron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from megatron.checkpoint.tensor_file import count_bytes
+from megatron.console.checkpoint_path import locate_checkpoint
 from megatron.console.parse import parse_arguments
 from megatron.console.run_tool import run_tool
 from megatron.extras.interop.inspection.comparison import (

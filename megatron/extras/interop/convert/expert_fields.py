@@ -77,10 +77,12 @@ class ExpertFields:
         """See `Pair`."""
         if model.num_experts is None:
             raise ConfigError("the class has experts, and this model has none")
+        # The shared expert of Qwen3-Next always has a gate.
+        expected = _DEFAULTS | {"moe_shared_expert_gate": self.shared}
         # Groups and sigmoid are parts of classes that are not converted.
         for name in _DEFAULTS.keys() - _READ - {_SHARED}:
             value = getattr(model, name)
-            if value != (self.shared if name == "moe_shared_expert_gate" else _DEFAULTS[name]):
+            if value != expected[name]:
                 raise ConfigError(f"{describe_setting(name, value)} has no equivalent")
         if (getattr(model, _SHARED) is not None) != self.shared:
             raise ConfigError(
@@ -134,7 +136,7 @@ class ExpertFields:
                     f"mlp_only_layers {only} and decoder_sparse_step {step} leave no layer with "
                     "experts; a model without experts has another model_type"
                 )
-        width = hf["moe_intermediate_size"] if self.with_mlp else hf["intermediate_size"]
+        width = hf[("intermediate_size", "moe_intermediate_size")[self.with_mlp]]
         shared: dict[str, Any] = {}
         if self.shared:
             shared[_SHARED] = int(hf["shared_expert_intermediate_size"])

@@ -39,6 +39,7 @@ from megatron.extras.interop.convert.hf_files import (
     read_config,
     write_tensors,
 )
+from megatron.extras.interop.convert.latent_fields import BALANCE
 from megatron.extras.interop.convert.tensors import TensorPair, pair_tensors
 from megatron.extras.interop.convert.tokenizer_files import SpecialIds, write_tokenizer
 from megatron.extras.interop.convert.writing import write_folder
@@ -92,13 +93,17 @@ def export_checkpoint(
     architecture = choose_architecture(config.model, options.architecture)
     pairs = pair_tensors(architecture, ModelShape(config.model, vocab_size, vocab_size))
     dtype = _choose_dtype(config, options.dtype)
+    # The bias of balancing moves by steps that 16 bits would round away.
+    balances = [pair for pair in pairs if pair.name.endswith(BALANCE)]
+    wide = {name: torch.float32 for pair in balances for name in pair.hf_names}
     with write_folder(out) as unfinished:
         # Before the tensors, which take much longer.
         ids = _export_tokenizer(unfinished, checkpoint, options.tokenizer, vocab_size, log)
         with TensorReader(checkpoint.folder, collect_digests(checkpoint.manifest, index)) as reader:
 
             def read(pair: TensorPair) -> Tensor:
-                return _read_rounded(reader, index, pair, dtype, trained)
+                own = wide.get(pair.hf_names[0], dtype)
+                return _read_rounded(reader, index, pair, own, trained)
 
             shapes = _list_shapes(architecture, config, pairs)
             log(f"writing {len(shapes)} tensors of {architecture.class_name} in {dtype}")
@@ -108,6 +113,7 @@ def export_checkpoint(
                 shapes,
                 dtype,
                 options.shard_bytes,
+                wide,
             )
             _write_config(unfinished, architecture, config, vocab_size, dtype, ids)
             log("comparing what was written with the checkpoint and with transformers")

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from megatron.base.errors import ConfigError
 from megatron.config.fields import all_fields
-from megatron.config.layer_choice import describe_layers
 from megatron.config.model import ModelConfig, RopeScaling
+from megatron.extras.interop.translators.compat_core_derived import describe_layers
 from megatron.model.layer_parts import list_unused_fields
 from megatron.model.shape import ModelShape
 
@@ -506,10 +506,6 @@ def _normalise_latents(model: ModelConfig) -> dict[str, Any]:
     return found
 
 
-def _leave_out_one(factor: float | None) -> float | None:
-    return None if factor == 1 else factor
-
-
 def normalise_model(model: ModelConfig) -> ModelConfig:
     """Return the same architecture with derived sizes filled in, and unused fields at defaults.
 
@@ -547,6 +543,7 @@ def normalise_model(model: ModelConfig) -> ModelConfig:
     if model.sliding_window is None:
         unused.append("full_attention_layers")
     changes |= _normalise_latents(model)
+    # A number of --linear-attention-freq and a list may choose the same layers.
     if shape.linear_layers:
         changes["linear_attention_freq"] = describe_chosen_layers(
             shape.linear_layers, model.num_layers
@@ -560,9 +557,9 @@ def normalise_model(model: ModelConfig) -> ModelConfig:
         unused += [name for name in _DEFAULTS if name.startswith("moe_")]
     else:
         changes["moe_ffn_hidden_size"] = shape.expert_width
-        changes["moe_router_topk_scaling_factor"] = _leave_out_one(
-            model.moe_router_topk_scaling_factor
-        )
+        # A factor of 1 is none.
+        if model.moe_router_topk_scaling_factor == 1:
+            unused.append("moe_router_topk_scaling_factor")
         if model.moe_router_num_groups is None:
             unused.append("moe_router_group_score")
         changes["moe_layer_freq"] = describe_expert_layers(shape.expert_layers, model.num_layers)

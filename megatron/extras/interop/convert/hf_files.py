@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.base.outside_file import SETTINGS_BYTES, check_regular, load_json
-from megatron.extras.interop.convert import mxfp4
+from megatron.extras.interop.convert import fp8_blocks, mxfp4
 from megatron.extras.interop.convert.architectures import Architecture
 from megatron.extras.interop.convert.expert_fields import ExpertPart
 from megatron.extras.interop.convert.packed import RowPart
@@ -56,6 +56,8 @@ class HfTensors:
         self._dtypes: dict[str, str] = {}
         self._whole: dict[str, tuple[str, ExpertPart | RowPart]] = {}
         """Name of a part -> the tensor that has it, and where it is in it."""
+        self._scaled: set[str] = set()
+        """Names of weights in FP8."""
         for name in _find_files(folder):
             with self._open(name) as file:
                 for key in file.keys():  # noqa: SIM118 - it is no dictionary
@@ -67,12 +69,26 @@ class HfTensors:
                     found = file.get_slice(key)
                     self.shapes[key] = tuple(found.get_shape())
                     self._dtypes[key] = found.get_dtype()
+        for key in [key for key in self.shapes if key.endswith(fp8_blocks.SCALES)]:
+            self._join_scales(key)
         if divide is not None:
             for key in [key for key in self.shapes if key.endswith(mxfp4.BLOCKS)]:
                 self._join_blocks(key)
             parts = {key: divide(key, shape) for key, shape in self.shapes.items()}
             for key, own in parts.items():
                 self._divide(key, own)
+
+    def _join_scales(self, scales: str) -> None:
+        """Count a weight in FP8 and its scales as one tensor in bf16, if they fit together."""
+        weight = scales.removesuffix(fp8_blocks.SCALES)
+        kinds = self._dtypes.get(weight), self._dtypes[scales]
+        shape = self.shapes.get(weight, ())
+        # A scale of another form would be applied wrongly, so the dtype is refused later.
+        fits = len(shape) == 2 and self.shapes[scales] == fp8_blocks.list_scales(shape)
+        if fits and kinds == ("F8_E4M3", "F32"):
+            del self.shapes[scales]
+            self._dtypes[weight] = "BF16"
+            self._scaled.add(weight)
 
     def _join_blocks(self, blocks: str) -> None:
         """Count blocks in MXFP4 and their scales as one tensor in bf16, if they fit together."""
@@ -110,6 +126,8 @@ class HfTensors:
             CheckpointError: the file was removed or damaged since.
         """
         whole, part = self._whole.get(name, (name, ExpertPart()))
+        if whole in self._scaled:
+            return self._read_scaled(whole)
         with self._open(self._files[whole]) as file:
             if isinstance(part, RowPart):
                 return part.take(file.get_tensor(whole))
@@ -122,6 +140,14 @@ class HfTensors:
                 return file.get_tensor(whole)
             begin, end = rows
             return file.get_slice(whole)[begin:end]
+
+    def _read_scaled(self, name: str) -> Tensor:
+        """Return a weight in FP8 as bf16. Its scales may be in another file."""
+        found = []
+        for each in (name, name + fp8_blocks.SCALES):
+            with self._open(self._files[each]) as file:
+                found.append(file.get_tensor(each))
+        return fp8_blocks.read_fp8(*found)
 
     def _read_scales(self, blocks: str, number: int) -> Tensor:
         """Return the scales of one expert's blocks. They may be in another file."""
@@ -214,13 +240,16 @@ def read_config(folder: Path) -> Any:
         )
     transformers = import_transformers()
     try:
-        return transformers.AutoConfig.from_pretrained(
+        config = transformers.AutoConfig.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
         )
     # The class of the error depends on what is wrong.
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path} cannot be read: {first}") from error
+    # Tensors are read in 16 bits, and compared with a model in fp32.
+    vars(config).pop("quantization_config", None)
+    return config
 
 
 def _check_layers(path: Path, fields: Mapping[str, Any]) -> None:
@@ -319,6 +348,7 @@ def write_tensors(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     shard_bytes: int,
+    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> None:
     """Write tensors to one or several safetensors files, and their index.
 
@@ -328,13 +358,15 @@ def write_tensors(
         folder: The folder.
         tensors: Names and tensors. Each is read when it is written.
         shapes: Name -> shape, in the same order.
-        dtype: Dtype of all tensors.
+        dtype: Dtype of the tensors.
         shard_bytes: Largest size of a file, unless one tensor is larger.
+        dtypes: Name -> another dtype.
 
     Raises:
         OSError: a file cannot be written.
     """
-    sizes = {name: dtype.itemsize * math.prod(shape) for name, shape in shapes.items()}
+    of_each = dict.fromkeys(shapes, dtype) | dict(dtypes or {})
+    sizes = {name: of_each[name].itemsize * math.prod(shape) for name, shape in shapes.items()}
     shards = list(divide_by_size(sizes.items(), shard_bytes))
     iterator = iter(tensors)
     weight_map: dict[str, str] = {}
@@ -343,7 +375,7 @@ def write_tensors(
             file = _SINGLE
         else:
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(folder / file, {name: shapes[name] for name in names}, dtype, iterator)
+        _write_file(folder / file, {name: shapes[name] for name in names}, of_each, iterator)
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
@@ -353,16 +385,16 @@ def write_tensors(
 def _write_file(
     path: Path,
     shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
+    dtypes: Mapping[str, torch.dtype],
     tensors: Iterator[tuple[str, Tensor]],
 ) -> None:
     """Write the next tensors to a file: length of the header, header in JSON, and the numbers."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, shape in shapes.items():
-        end = position + dtype.itemsize * math.prod(shape)
+        end = position + dtypes[name].itemsize * math.prod(shape)
         header[name] = {
-            "dtype": _DTYPES[dtype],
+            "dtype": _DTYPES[dtypes[name]],
             "shape": list(shape),
             "data_offsets": [position, end],
         }
@@ -376,5 +408,5 @@ def _write_file(
             name, tensor = next(tensors)
             assert name == expected, "the tensors have the order of their shapes"
             assert tensor.shape == shape, f"{name} has the shape {tensor.shape}"
-            assert tensor.dtype == dtype, f"{name} is {tensor.dtype}"
+            assert tensor.dtype == dtypes[name], f"{name} is {tensor.dtype}"
             file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)

@@ -71,6 +71,7 @@ def import_model(
         architecture, ModelShape(model, hf_config.vocab_size, hf_config.vocab_size)
     )
     tensors = HfTensors(folder, partial(architecture.divide, model))
+    # A loss on several tokens is not supported, and the model works without these layers.
     for pattern, what in architecture.left_out.items():
         number = sum(re.fullmatch(pattern, name) is not None for name in tensors.shapes)
         if number:

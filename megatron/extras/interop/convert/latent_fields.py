@@ -93,6 +93,7 @@ class Latents:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """See `Pair`."""
+        # Classes without it have their own names of projections.
         if not model.multi_latent_attention:
             raise ConfigError("the class has latent attention, and this model has not")
         if model.latent_norm_epsilon != _EPSILON:
@@ -150,13 +151,17 @@ class DeepseekExperts:
     def _list_fixed(self, *, grouped: bool) -> dict[str, Any]:
         """Return our fields that the class fixes."""
         new = self.version == "V3"
-        return {
-            "moe_router_score_function": "sigmoid" if new else "softmax",
+        found = {
+            "moe_router_score_function": {True: "sigmoid", False: "softmax"}[new],
             "moe_router_enable_expert_bias": new,
             "moe_router_pre_softmax": not new,
-            "moe_router_group_score": "max" if grouped and not new else "sum",
+            "moe_router_group_score": "sum",
             "moe_shared_expert_gate": False,
         }
+        # Without groups, the field has no effect and its default.
+        if grouped and not new:
+            found["moe_router_group_score"] = "max"
+        return found
 
     def _check_choice(self, topk: int, groups: int | None, best: int | None) -> None:
         """Check that both sides choose the same experts.
@@ -216,8 +221,9 @@ class DeepseekExperts:
             "norm_topk_prob": self.version == "V3",
         }
         if self.version == "V2":
-            limited = "greedy" if groups is None else "group_limited_greedy"
-            return found | {"topk_method": limited}
+            methods = {True: "greedy", False: "group_limited_greedy"}
+            return found | {"topk_method": methods[groups is None]}
+        # The layer that predicts a second token is not trained here.
         return found | {"num_nextn_predict_layers": 0}
 
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,7 +244,10 @@ class DeepseekExperts:
         if limited and (hf["n_group"] or 1) > 1:
             groups, best = int(hf["n_group"]), int(hf["topk_group"])
         self._check_choice(topk, groups, best)
-        factor = float(hf["routed_scaling_factor"])
+        factor: float | None = float(hf["routed_scaling_factor"])
+        # None is our name of a factor that changes nothing.
+        if factor == 1:
+            factor = None
         return self._list_fixed(grouped=groups is not None) | {
             "num_experts": int(hf["n_routed_experts"]),
             "moe_router_topk": topk,
@@ -246,7 +255,7 @@ class DeepseekExperts:
             "ffn_hidden_size": int(hf["intermediate_size"]),
             "moe_layer_freq": describe_expert_layers(range(first, layers), layers),
             _SHARED: int(hf["n_shared_experts"]) * width,
-            "moe_router_topk_scaling_factor": None if factor == 1 else factor,
+            "moe_router_topk_scaling_factor": factor,
             "moe_router_num_groups": groups,
             "moe_router_group_topk": best,
         }

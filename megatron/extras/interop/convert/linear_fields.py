@@ -83,7 +83,8 @@ class LinearLayers:
                     f"{describe_setting(name, getattr(model, name))} has no equivalent, only "
                     f"{describe_setting(name, value)}"
                 )
-        kinds = [_LINEAR if at in layers else _FULL for at in range(model.num_layers)]
+        # Both classes take the list in place of an interval.
+        kinds = [(_FULL, _LINEAR)[at in layers] for at in range(model.num_layers)]
         same = {name: getattr(model, name) for name in (*_SIZES, *self.same)}
         return {"layer_types": kinds} | same
 

@@ -70,7 +70,11 @@ class TensorPair:
             return ours
         if self.rows is None:
             whole = torch.cat(list(parts))
-            return whole if whole.dim() == len(self.shape) else whole.view(self.shape)
+            # A part of the vocabulary has fewer rows than the shape says, so only those with
+            # another number of dimensions are viewed.
+            if whole.dim() != len(self.shape):
+                whole = whole.view(self.shape)
+            return whole
         groups, heads, width = self.rows
         if self.fused:
             rows = groups * width

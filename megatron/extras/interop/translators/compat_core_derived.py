@@ -1,10 +1,10 @@
 """Values that are computed from several flags of Megatron core, for models as gpt-oss."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron.config.layer_choice import describe_layers, find_expert_layers
+from megatron.config.layer_choice import choose_layers, find_expert_layers
 from megatron.extras.interop.translators.compat import Computed, Derivation, FlagValues
 
 _CLAMPED = {"--quick-geglu": None, "--glu-linear-offset": 1.0, "--activation-func-clamp-value": 7.0}
@@ -19,6 +19,25 @@ _ROPE = {
     "rope_truncate": False,
 }
 """The rotary positions of gpt-oss (https://arxiv.org/abs/2508.10925)."""
+
+
+def describe_layers(chosen: Sequence[int], num_layers: int) -> str | None:
+    """Return a text for which `choose_layers` returns these layers, as in 3::4.
+
+    Args:
+        chosen: Numbers of layers in ascending order.
+        num_layers: Layers of the model.
+
+    Returns:
+        The text, or None if no layer is chosen.
+    """
+    if not chosen:
+        return None
+    if len(chosen) > 1:
+        text = f"{chosen[0]}::{chosen[1] - chosen[0]}"
+        if choose_layers(text, num_layers) == frozenset(chosen):
+            return text
+    return ",".join(map(str, chosen))
 
 
 def _compute_clamped_gate(values: FlagValues) -> Computed:

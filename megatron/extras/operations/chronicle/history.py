@@ -269,7 +269,7 @@ def read_history(folder: Path, *, metrics_bytes: int | None = None) -> RunHistor
     """
     reader = _MetricsReader()
     events = read_events(folder / CHRONICLE, reader.damaged)
-    metrics = _find_metrics_file(folder, events)
+    metrics = find_metrics_file(folder, events)
     if not events and not metrics.exists():
         raise DataError(
             f"{folder} has no metrics.jsonl and no {CHRONICLE}; give the --save folder of a run"
@@ -369,7 +369,7 @@ def _read_setting(event: Event, flag: str) -> str | None:
     return None
 
 
-def _find_metrics_file(folder: Path, events: list[Event]) -> Path:
+def find_metrics_file(folder: Path, events: list[Event]) -> Path:
     """Return the path of the metrics file, which the settings of the last start may name."""
     for event in reversed(events):
         if event.kind == "start":

@@ -19,6 +19,9 @@ the training writes to the main log. What follows depends on how the training en
 - A crash (a killed rank, a hang): the training starts again in the same job and resumes from the
   newest checkpoint. After --max-restarts of them within --restart-hours, or if too few good nodes
   are left, this array task is requeued.
+- Too few good nodes are left, and --fewer-nodes allows it: the training goes on with fewer nodes in
+  another layout. After lost nodes were healthy for --grow-after minutes, it saves, and this array
+  task is requeued with all nodes.
 - --check-nodes found a bad host, or a host hung twice: an alert is sent. A spare node replaces it
   (--train-nodes), or this array task is requeued. It and the pending ones exclude that host.
 - Several starts in a row saved nothing: an alert is sent, and pending array tasks are cancelled.
@@ -30,7 +33,7 @@ by Slurm. Exit code 2 means that a person is needed, and 3 a loop of crashes.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
 import tyro
@@ -72,6 +75,26 @@ def check_arguments(options: ArrayTaskArguments) -> Iterator[Finding]:
         yield error(f"--train-nodes {options.train_nodes} must be 1 or more")
 
 
+def check_fewer_nodes(options: ArrayTaskArguments, command: Sequence[str]) -> Iterator[Finding]:
+    """Check the options of a training with fewer nodes."""
+    least = options.fewer_nodes
+    if least == "never":
+        if options.plan:
+            yield error(f"--plan {options.plan[0]} needs --fewer-nodes")
+        return
+    if least < 1:
+        yield error(f"--fewer-nodes {least} must be 1 or more, or never")
+    if not options.grow_after >= 0:
+        yield error(f"--grow-after {options.grow_after:g} must be 0 or more")
+    if options.max_restarts == 0:
+        yield error("--fewer-nodes needs --max-restarts above 0: it is a restart in the same job")
+    if "--deepspeed" in command:
+        yield error(
+            "--fewer-nodes is not possible with --deepspeed, whose configuration file has the "
+            "micro-batch of one layout; leave out one of them"
+        )
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the array task and return the exit code."""
     own, command = split_at_double_dash(argv)
@@ -92,7 +115,7 @@ def _run(options: ArrayTaskArguments, command: tuple[str, ...]) -> int:
         raise ConfigError(
             "nothing to train: put -- pretrain_gpt.py and its arguments after the options"
         )
-    refuse_errors(check_arguments(options))
+    refuse_errors([*check_arguments(options), *check_fewer_nodes(options, command)])
 
     # An alert that cannot be sent must not stop the actions that follow, such as requeueing.
     def send_alert(text: str) -> None:

@@ -12,11 +12,13 @@ Invariant: a task ends with exactly one `TaskOutcome`, and so does each start of
 import os
 import signal
 import time
+from typing import Any
 
 from megatron.base.errors import OperationsError
 from megatron.extras.operations.slurm import attempts, client
 from megatron.extras.operations.slurm.client import Signals, log
 from megatron.extras.operations.slurm.exclusion import HostExclusion
+from megatron.extras.operations.slurm.fewer_nodes import CHANGE
 from megatron.extras.operations.slurm.start import (
     IN_ORDER,
     ArrayTask,
@@ -68,6 +70,12 @@ def run_array_task(array_task: ArrayTask) -> TaskOutcome:
         _cancel_pending(array_task, outcome)
     # Only these two can succeed on another try. The limit on failed starts ends a crash loop.
     elif outcome in (TaskOutcome.CRASHED, TaskOutcome.BAD_NODES):
+        _requeue(array_task, outcome, sorted(starts.allocation.bad), exclusion)
+    # The job gets the nodes that it has lost only by a new allocation.
+    elif outcome is TaskOutcome.LEFT and starts.has_lost_hosts_back and client.is_running():
+        complete = starts.allocation.complete
+        reason = f"the training takes back the nodes that it has lost, and has {complete} again"
+        exclusion.record("restart", {"reason": reason, CHANGE: complete})
         _requeue(array_task, outcome, sorted(starts.allocation.bad), exclusion)
     return outcome
 
@@ -148,13 +156,6 @@ def _may_restart(
         return False
     allocation = starts.allocation
     allocation.refresh()
-    if not allocation.is_large_enough:
-        log(
-            array_task.main_log,
-            f"no restart in this job: {len(allocation.good_hosts)} good nodes are left, and the "
-            f"training needs {allocation.needed}",
-        )
-        return False
     window = f"{array_task.restart_hours:g} h"
     since = time.time() - 3600 * array_task.restart_hours
     try:
@@ -169,13 +170,23 @@ def _may_restart(
             f"within {window}: {end.reason}"
         )
         return False
+    # The budget comes before the search, which takes some seconds for each number of nodes.
+    details: dict[str, Any] = {"reason": end.reason}
+    if not allocation.is_large_enough:
+        try:
+            text = starts.shrink()
+        except OperationsError as error:
+            log(array_task.main_log, f"no restart in this job: {error}")
+            return False
+        array_task.alert(f"array task {client.describe_job()} goes on with {text}")
+        details |= {CHANGE: allocation.needed, "layout": text}
     number = f"restart {used + 1} of {array_task.max_restarts} within {window}"
     hosts = list(allocation.train_hosts)
     log(
         array_task.main_log,
         f"array task {client.describe_job()} starts the training again, {number}: {end.reason}",
     )
-    exclusion.record("restart", {"reason": end.reason, "restart": number, "hosts": hosts})
+    exclusion.record("restart", {**details, "restart": number, "hosts": hosts})
     return True
 
 

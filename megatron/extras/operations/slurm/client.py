@@ -33,6 +33,7 @@ class Allocation:
     def __init__(self, train_nodes: int | None) -> None:
         """Store the number of hosts that the training needs. None: all hosts of the job."""
         self._train_nodes = train_nodes
+        self._fewer: int | None = None
         self._tasks: dict[str, int] = {}
         """Host -> number of its tasks, for all hosts that the job started with."""
         self._present: list[str] = []
@@ -57,6 +58,15 @@ class Allocation:
                 f"job, which is {len(hosts)}; change it, or sbatch --nodes"
             )
 
+    def shrink(self, nodes: int) -> None:
+        """Train on fewer hosts from now on."""
+        self._fewer = nodes
+
+    @property
+    def lost_hosts(self) -> list[str]:
+        """The hosts that the job has lost since it started, without the bad ones."""
+        return [host for host in self._tasks if host not in {*self._present, *self.bad}]
+
     def refresh(self) -> None:
         """Leave out the hosts that the job has lost since it started."""
         # If the controller does not answer, the next step shows which hosts are missing.
@@ -64,9 +74,19 @@ class Allocation:
         self._present = [host for host in self._present if host in present]
 
     @property
-    def needed(self) -> int:
-        """Number of hosts that the training needs."""
+    def complete(self) -> int:
+        """Number of hosts of the complete training."""
         return self._train_nodes or len(self._tasks)
+
+    @property
+    def complete_tasks(self) -> Mapping[str, int]:
+        """Each host of the complete training at the start, with the number of its tasks."""
+        return dict(list(self._tasks.items())[: self.complete])
+
+    @property
+    def needed(self) -> int:
+        """Number of hosts that the training needs now."""
+        return self._fewer or self.complete
 
     @property
     def is_large_enough(self) -> bool:
@@ -192,6 +212,21 @@ def read_job_hosts() -> list[str] | None:
         return None
 
 
+def list_idle_hosts(hosts: Sequence[str]) -> list[str]:
+    """Return the hosts that Slurm reports as idle, without those that are drained or down."""
+    output = try_command(
+        "sinfo", "--noheader", "--Node", f"--nodes={','.join(hosts)}", "--format=%N %T"
+    )
+    lines = [line.split() for line in (output or "").splitlines()]
+    # A host has a line for each of its partitions. "idle*" does not respond.
+    return sorted({line[0] for line in lines if line[1:] == ["idle"]})
+
+
+def signal_steps(name: str) -> bool:
+    """Send a signal to the steps of this job, and return whether Slurm accepted it."""
+    return try_command("scancel", f"--signal={name}", get_job_name()) is not None
+
+
 def list_excluded(job: str, *, only_pending: bool = False) -> list[str] | None:
     """Return the hosts that Slurm already excludes from a job, or None if it does not answer.
 
@@ -232,6 +267,15 @@ CHECKOUT = PACKAGE.parent
 """Root of the repository, if the package runs from a checkout. The steps of srun run there."""
 
 
+def find_training_folder() -> Path | None:
+    """Return the folder in which the training starts. None: that of the job.
+
+    In a checkout, `pretrain_gpt.py` is a path relative to it. An installed package has no such
+    file, and the paths are relative to the job's folder.
+    """
+    return CHECKOUT if (CHECKOUT / "pretrain_gpt.py").is_file() else None
+
+
 def run_step(
     main_log: Path,
     options: Sequence[str],
@@ -239,19 +283,19 @@ def run_step(
     *,
     variables: Mapping[str, str] | None = None,
     timeout: float | None = None,
+    before: Sequence[str] = (),
 ) -> int:
     """Run a step of this job and return its exit code.
 
-    Its output is appended to the main log.
+    Its output is appended to the main log. With `before`, these words start another program, which
+    gets the command of the step.
 
     Raises:
         OperationsError: srun cannot be started.
         subprocess.TimeoutExpired: The step took longer than `timeout` seconds.
     """
-    line = ["srun", *options, sys.executable, *program]
-    # In a checkout, `pretrain_gpt.py` is a path relative to it. An installed package has no such
-    # file, and the paths are relative to the job's folder.
-    folder = CHECKOUT if (CHECKOUT / "pretrain_gpt.py").is_file() else None
+    line = [*before, "srun", *options, sys.executable, *program]
+    folder = find_training_folder()
     environment = {**os.environ, **(variables or {})}
     # In append mode each write goes to the end of the file, because this script writes there too.
     with open(main_log, "ab") as log_file:
@@ -259,7 +303,12 @@ def run_step(
         streams = {"stdin": subprocess.DEVNULL, "stdout": log_file, "stderr": log_file}
         try:
             done = subprocess.run(
-                line, **streams, cwd=folder, env=environment, timeout=timeout, check=False
+                line,
+                **streams,
+                cwd=folder,
+                env=environment,
+                timeout=timeout,
+                check=False,
             )  # type: ignore[call-overload]
         except OSError as error:
             raise OperationsError(

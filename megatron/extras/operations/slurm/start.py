@@ -9,22 +9,27 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron.base import exit_codes
+from megatron.base.code_version import get_code_version
 from megatron.base.error_report import FOLDER_VARIABLE, ErrorReport
-from megatron.base.errors import FaultyHostError, HungRanksError
+from megatron.base.errors import FaultyHostError, HungRanksError, OperationsError
 from megatron.base.outside_file import load_json, open_regular
 from megatron.checkpoint.lease import RESTART_VARIABLE
+from megatron.extras.operations.chronicle.records import read_events
 from megatron.extras.operations.slurm import client, node_report
 from megatron.extras.operations.slurm.client import Allocation, Signals, log, run_step
 from megatron.extras.operations.slurm.exclusion import HostExclusion
+from megatron.extras.operations.slurm.fewer_nodes import ReturnWatch, choose_layout
 from megatron.extras.operations.slurm.node_report import NodeLimits
 from megatron.extras.operations.slurm.warm_up import warm_spares
+from megatron.observe.chronicle import CHRONICLE
 from megatron.observe.log_line import format_training_complete_line
 
 
@@ -86,9 +91,22 @@ class ArrayTaskOptions:
     0: each crash requeues it."""
     restart_hours: float = 6.0
     """Length of the time in which restarts are counted, in hours."""
+    handover_steps: int | None = None
+    """After a change of the code version, train this many recorded steps again, and go on only if
+    they are equal. See tools/handover.py."""
+    handover_required: bool = False
+    """Do not go on either if the run has too few recorded steps for that."""
     train_nodes: int | None = None
     """Nodes that the training needs. The other nodes of the job (sbatch --nodes) are spares. None:
     all nodes."""
+    fewer_nodes: int | Literal["never"] = "never"
+    """Fewest nodes with which the training goes on after its spares are used up. The planner
+    chooses the layout. never: the array task is requeued."""
+    grow_after: float = 10.0
+    """Minutes for which lost nodes must be healthy before the training takes them back. It saves,
+    and the array task is requeued."""
+    plan: tuple[str, ...] = ()
+    """More options of tools/plan.py for --fewer-nodes, as in --plan=--hardware=h100."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +227,30 @@ class TrainingStarts:
         self._signals = signals
         self._exclusion = exclusion
         self.allocation = Allocation(array_task.train_nodes)
+        self._layout_flags: tuple[str, ...] = ()
+        self.has_lost_hosts_back = False
+        """Whether the last step ended because lost hosts can be used again."""
+
+    def shrink(self) -> str:
+        """Choose a layout on fewer hosts, and return it in words.
+
+        Raises:
+            OperationsError: No layout is possible, or none is allowed.
+        """
+        task, allocation = self._task, self.allocation
+        good = allocation.good_hosts
+        left = f"{len(good)} good nodes are left, and the training needs {allocation.complete}"
+        if task.fewer_nodes == "never" or len(good) < task.fewer_nodes:
+            raise OperationsError(left)
+        try:
+            found = choose_layout(
+                task.command, task.plan, allocation.complete_tasks, good, task.fewer_nodes
+            )
+        except OperationsError as error:
+            raise OperationsError(f"{left}, and no layout is possible on fewer: {error}") from error
+        allocation.shrink(found.nodes)
+        self._layout_flags = found.flags
+        return f"{found.nodes} of {allocation.complete} nodes, {found.text}"
 
     def start(self, restart: int) -> StartEnd:
         """Check the nodes and train until the training ends.
@@ -226,9 +268,44 @@ class TrainingStarts:
             end = self._check_nodes(self._task.nodes)
             if end is not None:
                 return end
+        # A restart in the same job has the same code.
+        if restart == 0 and self._task.handover_steps is not None:
+            end = self._rehearse(self._task.handover_steps)
+            if end is not None:
+                return end
         task = self._task
         with warm_spares(self.allocation, task.srun, task.command, task.main_log):
             return self._train(restart)
+
+    def _rehearse(self, steps: int) -> StartEnd | None:
+        """Train recorded steps again if the code is another one than that of the last start.
+
+        Returns:
+            The end of this start, or None if the training may go on.
+        """
+        task = self._task
+        events = read_events(task.save / CHRONICLE)
+        versions = [event.details.get("version") for event in events if event.kind == "start"]
+        if not versions or versions[-1] == get_code_version():
+            return None
+        self._log(f"the code was {versions[-1]} and is {get_code_version()}: a rehearsal begins")
+        # All nodes see the folder of the log.
+        folders = [str(path.absolute()) for path in (task.save, task.main_log.parent)]
+        tool = [sys.executable, "-m", "megatron.commands.handover", folders[0]]
+        tool += ["--scratch", folders[1], "--steps", str(steps), "--"]
+        hosts = self.allocation.train_hosts
+        program = ["-u", *task.command]
+        code = self._run_step(hosts, ["--kill-on-bad-exit=1"], program, before=tool)
+        if code == exit_codes.SUCCESS:
+            return None
+        if self._signals.received:
+            return StartEnd(TaskOutcome.ENDED_BY_SLURM)
+        text = f"the rehearsal ended with code {code}, see {task.main_log}"
+        if code == exit_codes.NOT_DONE and not task.handover_required:
+            self._log(f"{text}; the training goes on without it")
+            return None
+        task.alert(f"{text}; the training does not go on with this code")
+        return StartEnd(TaskOutcome.NEEDS_PEOPLE, text)
 
     def _check_nodes(self, limits: node_report.NodeLimits) -> StartEnd | None:
         """Check all nodes that are not known to be bad, spares included.
@@ -309,15 +386,20 @@ class TrainingStarts:
                 FOLDER_VARIABLE: str(folder.absolute()),
                 RESTART_VARIABLE: str(restart),
             }
-            code = self._run_step(
-                hosts,
-                # Ranks that outlive a failed one would wait in a collective until its timeout, so
-                # srun ends them. Python's -u keeps the last lines of a killed rank from being lost
-                # in a buffer.
-                ["--kill-on-bad-exit=1"],
-                ["-u", *task.command],
-                variables=variables,
-            )
+            # A complete training lacks no host, and nothing is watched.
+            lost = self.allocation.lost_hosts
+            missing = self.allocation.complete - len(hosts)
+            with ReturnWatch(lost, missing, task.grow_after, task.save, self._log) as watch:
+                code = self._run_step(
+                    hosts,
+                    # Ranks that outlive a failed one would wait in a collective until its timeout,
+                    # so srun ends them. Python's -u keeps the last lines of a killed rank from
+                    # being lost in a buffer.
+                    ["--kill-on-bad-exit=1"],
+                    ["-u", *task.command, *self._layout_flags],
+                    variables=variables,
+                )
+            self.has_lost_hosts_back = watch.has_ended_step
             reports, unreadable = read_reports(folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -453,6 +535,7 @@ class TrainingStarts:
         *,
         variables: Mapping[str, str] | None = None,
         timeout: float | None = None,
+        before: Sequence[str] = (),
     ) -> int:
         """Run a step on these hosts. See `run_step`."""
         return run_step(
@@ -461,6 +544,7 @@ class TrainingStarts:
             program,
             variables=variables,
             timeout=timeout,
+            before=before,
         )
 
     def _log(self, text: str) -> None:

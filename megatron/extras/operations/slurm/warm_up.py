@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron.base.host_limits import read_total_memory
 from megatron.base.outside_file import open_regular
 from megatron.base.plain_text import format_bytes, print_line
-from megatron.extras.operations.slurm.client import CHECKOUT, Allocation
+from megatron.extras.operations.slurm.client import Allocation, find_training_folder
 
 _CACHE_FLAG = "--data-cache-path"
 _SHARE = 0.25
@@ -46,7 +46,7 @@ def warm_spares(
     options = [*allocation.format_srun_options(spares), "--kill-on-bad-exit=0", *srun]
     line = ["srun", *options, sys.executable, "-m", __name__, *command]
     # As for the training. Its paths may be relative.
-    folder = CHECKOUT if (CHECKOUT / "pretrain_gpt.py").is_file() else None
+    folder = find_training_folder()
     process = None
     # Without srun, the training reports the error.
     with contextlib.suppress(OSError), open(main_log, "ab") as log_file:

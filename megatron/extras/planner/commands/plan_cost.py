@@ -71,7 +71,8 @@ def predict_days(plan: Plan, prediction: StepPrediction) -> float | None:
     """Predict the days of the run without failures. None if its length in tokens is not known."""
     if plan.train_seconds is not None or not plan.train_tokens:
         return None
-    return plan.train_tokens / (prediction.tokens_per_second * plan.world_size) / 86400
+    ranks = prediction.job.layout.ranks
+    return plan.train_tokens / (prediction.tokens_per_second * ranks) / 86400
 
 
 def predict_run(

@@ -76,6 +76,7 @@ def predict_goodput(
         plan.world_size, hardware.ranks_per_node, options.failures_per_1000_node_days
     )
     if options.failures is not None:
+        # The formula and the replay have the same rate.
         source = load_failures(options.failures)
         hours = 24 / count_daily_failures(source, nodes, hardware.ranks_per_node)
     # All nodes write their shards at the same time.
@@ -155,6 +156,7 @@ def replay_failures(
     if pool > _MOST_NODES:
         raise ConfigError(f"--spare-nodes {spares}: at most {_MOST_NODES:,} nodes are replayed.")
     source = load_failures(options.failures)
+    # A fixed time would have too few failures on a small cluster.
     seconds = 86400 * _REPLAYED / count_daily_failures(source, pool, hardware.ranks_per_node)
     failures = draw_failures(source, pool, hardware.ranks_per_node, seconds, seed=0)
     best = forecast.best.save_interval_seconds
@@ -167,6 +169,7 @@ def replay_failures(
         spares=spares,
         fewer=fewer,
     )
+    # The run's own interval may be far from the best one, around which it is searched.
     best = find_best_interval(failures, replace(policy, interval=best), seconds)
     others = {
         text: replay(failures, other, seconds).useful / seconds
@@ -181,6 +184,7 @@ def _list_policies(policy: Policy, best_interval: float) -> Iterator[tuple[str, 
     yield "restart in half", replace(policy, restart=policy.restart / 2)
     if policy.detection:
         yield "detection in half", replace(policy, detection=policy.detection / 2)
+    # A cluster that replaces each lost node at once has no number of spares.
     if policy.spares is None:
         yield "no spare node", replace(policy, spares=0)
         return

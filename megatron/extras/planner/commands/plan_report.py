@@ -265,7 +265,9 @@ def _describe_attention(plan: Plan) -> str:
     heads = f"{model.num_attention_heads} heads of {plan.head_dim}"
     if not model.multi_latent_attention:
         return f"{heads}, {plan.num_query_groups} key/value groups"
-    queries = "" if model.q_lora_rank is None else f", and of {model.q_lora_rank:,} for queries"
+    queries = ""
+    if model.q_lora_rank is not None:
+        queries = f", and of {model.q_lora_rank:,} for queries"
     # Both are stored once for all heads.
     kept = model.kv_lora_rank + model.qk_pos_emb_head_dim
     return (

@@ -72,13 +72,17 @@ class PlannedSearch:
     """If no layout fits, a number of devices with which one does. None if none was found."""
 
 
-def search_plan(plan: Plan, hardware: Hardware, *, allow_fp8: bool = False) -> PlannedSearch:
-    """Search the layouts of the plan's model, batch and number of devices.
+def search_plan(
+    plan: Plan, hardware: Hardware, *, allow_fp8: bool = False, devices: int | None = None
+) -> PlannedSearch:
+    """Search the layouts of the plan's model and batch.
 
     Args:
         plan: A plan without errors.
         hardware: The devices.
         allow_fp8: Whether each layout is also predicted with float8.
+        devices: Number of devices. The layouts then have the plan's micro-batch, on which the loss
+            of some runs depends. Default: the plan's number, with any micro-batch.
 
     Raises:
         ConfigError: No layout is legal, the hardware has no peak for fp32, or the plan cannot have
@@ -87,6 +91,10 @@ def search_plan(plan: Plan, hardware: Hardware, *, allow_fp8: bool = False) -> P
     # The search treats each ConfigError as a layout that is not legal. So this one is raised first.
     hardware.get_peak(half=describe_software(plan, hardware).half)
     space = build_search_space(plan, hardware)
+    if devices is not None:
+        plan = replace(plan, world_size=devices)
+        size = plan.config.batch.micro_batch_size
+        space = replace(space, devices=devices, micro_batch=size)
     if allow_fp8 and plan.config.precision.fp8_format is None:
         space = replace(
             space, float8_software=describe_software(_add_float8(plan, hardware), hardware)

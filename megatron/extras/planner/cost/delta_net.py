@@ -164,9 +164,10 @@ class _DeltaNetTensors(LayerTensors):
         super().__init__(*arguments, **others)
         self._sizes = get_sizes(self._shape, self._t)
         self._gate = 0.0
-        # The inner width of the output projection, and that of all others together.
+        # The formulas of attention for matrices and entries hold with these two sizes: the input of
+        # the output projection, and the results of all others together, which are q + 2 k there.
         bytes_of = self.value * self._tokens
-        self._q = bytes_of * self._sizes.parts[2]
+        self._q = float(bytes_of * self._sizes.parts[2])
         self._k = self._v = (bytes_of * sum(self._sizes.parts) - self._q) / 2
         self._qkv = self._q + 2 * self._k
         self._result = self._q
@@ -220,7 +221,14 @@ _TIMES: Table[type[LayerTimes]] = Table(
 _TENSORS: Table[type[LayerTensors]] = Table(
     "MLP", {"dense": _DeltaNetTensors, "experts": _DeltaNetMixtureTensors}
 )
-TIMES_BY_ATTENTION = Table("attention", {"dot_product": LAYER_TIMES, "gated_delta_net": _TIMES})
+# Latent attention has other widths than attention, which the same classes read from the model.
+TIMES_BY_ATTENTION = Table(
+    "attention",
+    {"dot_product": LAYER_TIMES, "latent": LAYER_TIMES, "gated_delta_net": _TIMES},
+)
 """Kind of attention -> kind of MLP -> the times of a layer."""
-TENSORS_BY_ATTENTION = Table("attention", {"dot_product": MLP_TENSORS, "gated_delta_net": _TENSORS})
+TENSORS_BY_ATTENTION = Table(
+    "attention",
+    {"dot_product": MLP_TENSORS, "latent": MLP_TENSORS, "gated_delta_net": _TENSORS},
+)
 """Kind of attention -> kind of MLP -> the tensors of a layer."""

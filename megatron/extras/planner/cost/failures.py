@@ -121,6 +121,7 @@ def load_failures(name: str) -> FailureSource:
         ConfigError: There is no such file, or it has other values.
     """
     path = Path(name)
+    # A name without a suffix is no file of the user.
     if "/" not in name and not path.suffix:
         path = Path(__file__).with_name(f"{name}_failures.json")
     try:
@@ -135,6 +136,7 @@ def load_failures(name: str) -> FailureSource:
 
 
 def _parse(name: str, values: dict[str, Any]) -> FailureSource:
+    # Rates are divided by both.
     days, nodes = float(values["days"]), int(values["nodes"])
     if not 0 < days < math.inf or nodes < 1:
         raise ValueError(f"{days:g} days and {nodes} nodes must be above 0")
@@ -147,6 +149,7 @@ def _parse(name: str, values: dict[str, Any]) -> FailureSource:
         devices = int(values["devices"])
         if devices < nodes or not {kind for kind, _, _ in counts} <= set(_KINDS):
             raise ValueError(f"{devices} devices of {nodes} nodes, or a kind of a cause")
+        # Without a failure, no time between two of them is known.
         numbers = [number for _, _, number in counts]
         if min(numbers, default=0) < 0 or not sum(numbers):
             raise ValueError("the numbers of failures must be at least 0, and one above it")
@@ -184,6 +187,7 @@ def draw_failures(
         seconds: Length of the time.
         seed: Another number gives other failures.
     """
+    # The numbers of a plan must not change from call to call.
     chance = random.Random(seed)
     if source.faults:
         found = list(_sample_trace(source, pool, seconds, chance))
@@ -209,6 +213,7 @@ def _draw_from_counts(
     median, deviation = _REPAIR_HOURS
     for kind, cause, rate in _list_rates(source, pool, ranks_per_node):
         time = 0.0
+        # A cause may have no failures.
         while rate:
             time += chance.expovariate(rate)
             if time >= seconds:
@@ -223,6 +228,7 @@ def _sample_trace(
     source: FailureSource, pool: int, seconds: float, chance: random.Random
 ) -> Iterator[Failure]:
     length = _DAY * source.days
+    # Other nodes each time, because some nodes fail much more often than others.
     for number in range(math.ceil(seconds / length)):
         for first in range(0, pool, source.nodes):
             drawn = chance.sample(range(source.nodes), min(source.nodes, pool - first))
@@ -241,7 +247,8 @@ def replay(failures: Sequence[Failure], policy: Policy, seconds: float) -> Repla
     interrupt it.
 
     Args:
-        failures: The failures, in the order of their times. Nodes are below `policy.pool`.
+        failures: The failures, in the order of their times. Those of nodes from `policy.pool` on
+            are left out.
         policy: The nodes of the run, and what follows from a failure.
         seconds: Length of the time.
     """
@@ -270,7 +277,9 @@ class _Replay:
         self._failures = failures
         self._starts = 0
         for number, failure in enumerate(failures):
-            self._push(failure.time, _FAILED, number)
+            # The same failures are replayed with different numbers of spares.
+            if failure.node < policy.pool:
+                self._push(failure.time, _FAILED, number)
 
     def _push(self, time: float, kind: int, number: int) -> None:
         """Add an event. `number` is that of the failure, or of the start that wants to grow."""
@@ -297,6 +306,7 @@ class _Replay:
         policy = self._policy
         failure = self._failures[number]
         is_used = failure.node in self._used
+        # A spare node that fails interrupts nothing.
         if is_used:
             self._totals.interruptions[failure.cause] += 1
             self._leave(time, is_saved=False)
@@ -334,6 +344,7 @@ class _Replay:
         if len(self._used) < (policy.fewer or policy.nodes):
             self._idle |= self._used
             self._used = set()
+        # A save at which the start before wanted to grow is void.
         self._since, self._detection, self._restart = time, detection, policy.restart
         self._starts += 1
 
@@ -355,6 +366,7 @@ class _Replay:
         restart = min(left, self._restart)
         totals.restarts += restart
         left -= restart
+        # The last save may be incomplete.
         cycles, rest = divmod(left, policy.interval + policy.save)
         unsaved = min(rest, policy.interval)
         totals.saves += cycles * policy.save + rest - unsaved

@@ -87,6 +87,7 @@ def list_attention_linears(shape: ModelShape, tensor: int) -> list[Linear]:
     own_k = max(1, shape.query_groups // tensor) * shape.head_dim
     queries: tuple[int, ...] = (q // tensor + 2 * own_k,)
     if config.attention_output_gate:
+        # The gate is a matrix of its own, which reads the same input.
         queries += (q // tensor,)
     return [
         Linear(h, queries, row_parallel=False, complete=(q + 2 * k, h)),

@@ -179,6 +179,7 @@ class LayerTimes:
         """Width of the latent vectors."""
         if shape.attention == "latent":
             self._latent = (config.q_lora_rank or 0) + config.kv_lora_rank
+            # Without a latent vector of queries, the hidden states enter for them.
             self._entered = config.q_lora_rank or config.hidden_size
             self._entered += config.kv_lora_rank + config.qk_pos_emb_head_dim
         self._f = self._mlp_width // layout.tensor

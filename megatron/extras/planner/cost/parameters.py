@@ -119,6 +119,7 @@ def sum_layers(shape: ModelShape, layout: RankLayout, layers: range) -> LayerPar
     mixture = dense if not number else _count_layer(shape, layout.tensor, layout.expert or 1)
     plain = len(layers) - number
     linear = count_linear_layers(shape, layers)
+    # A search asks most often for models without such layers, and a cached count still costs.
     more = linear and linear * flops.count_linear_surplus(shape, layout.tensor)
     return LayerParameters(
         plain * dense.dense + number * mixture.dense + more,

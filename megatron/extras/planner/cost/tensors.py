@@ -265,10 +265,10 @@ class LayerTensors:
         per_value = self.value * self._tokens
         self._q: float = per_value * self._heads * shape.head_dim
         self._k: float = per_value * groups * shape.head_dim
-        self._v = per_value * groups * shape.value_dim
-        self._qkv = self._q + self._k + self._v
+        self._v: float = per_value * groups * shape.value_dim
+        self._qkv: float = self._q + self._k + self._v
         """Queries, keys and values."""
-        self._result = per_value * self._heads * shape.value_dim
+        self._result: float = per_value * self._heads * shape.value_dim
         """What the attention core returns."""
         self._f = per_value * shape.ffn_hidden_size // layout.tensor
         self._gate: float = self._q * config.attention_output_gate
@@ -447,7 +447,7 @@ class LayerTensors:
         config = self._config
         queries = config.q_lora_rank or 0
         width = 2 * queries + 2 * config.kv_lora_rank + config.qk_pos_emb_head_dim
-        share = self._t if self._sequence_parallel else 1
+        share = self._t**self._sequence_parallel
         return self.value * self._tokens * width / share + 2 * self._statistics
 
     @cached_property

@@ -27,8 +27,10 @@ from megatron.extras.planner.dry_run.record import (
 )
 from megatron.extras.planner.dry_run.stand_ins import DEFAULT_STREAM, GPU
 from megatron.extras.step.float8.kind import FLOAT8
+from megatron.extras.step.kernels.kind import add_attention
 from megatron.extras.step.kernels.operators import build_operators
 from megatron.model.experts import dispatch, layer
+from megatron.model.layer_parts import SOFTMAXES
 from megatron.observe.timers import COMMUNICATION, Timers
 from megatron.parallel.mesh import ExpertParallel, Mesh, build_mesh
 from megatron.plan.run_plan import Plan
@@ -49,8 +51,9 @@ class FakeRank:
 
     def train(self, microbatches: Sequence[Microbatch], iteration: int = 1) -> None:
         """Run a training step."""
-        # The training loop has two votes in each step (`Exits.vote`).
-        self.engine.train_batch(microbatches, iteration=iteration, lr=1e-4, vote=lambda: (0.0, 0.0))
+        # The training loop has two votes in each step (`Exits.vote`), and a digest of the batch.
+        votes = (0.0, 0.0, 0.0)
+        self.engine.train_batch(microbatches, iteration=iteration, lr=1e-4, vote=lambda: votes)
 
 
 @cache
@@ -172,6 +175,11 @@ def build_rank(plan: Plan, rank: int) -> FakeRank:
         control=dist.new_group(backend="fake") if plan.world_size > 1 else None,
     )
     gpu.name_groups(name_groups(mesh))
+    model = plan.config.model
+    operators = build_operators(plan.config.kernels, has_dropout=model.has_dropout)
+    # An engine gets these from its kind, and this one is built without it.
+    if SOFTMAXES.require(model.softmax_type).weigh is not None:
+        operators = add_attention(model.softmax_type, operators)
     # The engine needs the function before the rank exists that the function labels.
     built: list[FakeRank] = []
     engine = _choose_engine(plan)(
@@ -181,7 +189,7 @@ def build_rank(plan: Plan, rank: int) -> FakeRank:
         before_update=lambda: _label_gradients(built[0]),
         # Drawing billions of numbers would take minutes, and fake tensors could not hold them.
         initialise=lambda *arguments: None,
-        operators=build_operators(plan.config.kernels, has_dropout=plan.config.model.has_dropout),
+        operators=operators,
     )
     gpu.name_groups(name_groups(mesh, engine))
     built.append(FakeRank(plan, mesh, timers, engine, gpu))

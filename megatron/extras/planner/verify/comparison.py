@@ -35,7 +35,7 @@ from megatron.plan.run_plan import Plan
 BOUND = 1e-5
 OWN_NORM_BOUND = 1e-6
 """Bound of a norm beside the norm of the same gradients, which only the order of the sum changes.
-The sinks of attention are less than 1e-5 of the norm."""
+The parameters of some heads may be less than 1e-5 of the norm."""
 SHARE = 3e-3
 """Share of the norm of all tensors that is added to the norm of each."""
 _DATA = "labels, masks and positions"

@@ -7,7 +7,8 @@ is named by one parameter: of those whose gradient differs, the one nearest to t
 
 import json
 import math
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from megatron.base.outside_file import load_json
 from megatron.checkpoint.load import Checkpoint
 from megatron.extras.inference.generate.load import load_model
 from megatron.extras.interop.convert.architectures import ARCHITECTURES
+from megatron.extras.interop.convert.megatron_names import rename
 from megatron.extras.interop.convert.tensors import TensorPair, pair_tensors
 from megatron.extras.interop.convert.trainer_names import (
     FMS_LLAMA,
@@ -31,6 +33,7 @@ from megatron.extras.interop.convert.trainer_names import (
 from megatron.model.gpt import GPT
 from megatron.model.shape import ModelShape
 
+_BLOCKS = "blocks."
 _SMALL = 1e-6
 """A difference is divided by our norm, and at least by this share of the norm of all gradients."""
 
@@ -122,9 +125,15 @@ def compare_step(step: OtherStep, checkpoint: Checkpoint, bound: float) -> StepC
         raise ConfigError(
             f"the step has the inputs of {len(step.inputs)} layers, and the model has {layers}."
         )
-    pairs = _pair_names(model.shape, step.gradients.keys())
+    renamed = _rename_megatron(step.gradients.keys())
+    pairs = []
+    # Wrong names are an error before the step is computed.
+    if not renamed:
+        pairs = _pair_names(model.shape, step.gradients.keys())
     inputs, loss = _run(model, step.tokens)
-    ours = _list_norms(model, pairs)
+    ours = _list_own_norms(model, renamed)
+    if not renamed:
+        ours = _list_norms(model, pairs)
     # Tiny gradients, such as those of the biases of keys, are rounding errors.
     total = math.hypot(*ours.values())
     numbers = [
@@ -189,8 +198,36 @@ def _pair_names(shape: ModelShape, recorded: Collection[str]) -> list[TensorPair
             fewest = unknown
     raise ConfigError(
         f"gradients has {len(recorded)} names, of which the model lacks {', '.join(fewest[:3])}. "
-        "Give those of transformers, nanoGPT, llm-baselines or fms-fsdp."
+        "Give those of transformers, Megatron-LM, nanoGPT, llm-baselines or fms-fsdp."
     )
+
+
+def _rename_megatron(recorded: Collection[str]) -> dict[str, str]:
+    """Return our name -> Megatron-LM's, or nothing if the names are those of another trainer."""
+    names = {}
+    for name in recorded:
+        found = rename(name)
+        if found is None:
+            return {}
+        layer, inside = found
+        # A tensor outside of the layers has no number.
+        if layer is not None:
+            inside = f"{_BLOCKS}{layer}.{inside}"
+        names[inside] = name
+    return names
+
+
+def _list_own_norms(model: GPT, renamed: Mapping[str, str]) -> dict[str, float]:
+    """Return the norm of each gradient by Megatron-LM's names. Its rows have our order."""
+    norms: dict[str, float] = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, "each parameter has a gradient"
+        norm = float(parameter.grad.double().norm())
+        # The matrix into the MLP is one, also with a gate.
+        own = re.sub(r"\bmlp\.(gate|up)\.", "mlp.in.", name)
+        theirs = renamed.get(own, own)
+        norms[theirs] = math.hypot(norms.get(theirs, 0.0), norm)
+    return norms
 
 
 def _list_norms(model: GPT, pairs: Sequence[TensorPair]) -> dict[str, float]:

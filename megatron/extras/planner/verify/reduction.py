@@ -61,9 +61,9 @@ bound."""
 ENLARGED_EPSILON = 1e-3
 """Adam's epsilon. A gradient that is 0 in exact arithmetic, such as that of a key's bias, would
 otherwise become an update of full size with the sign of a rounding error."""
-ENLARGED_NORM_EPSILON = 1e-2
-"""Epsilon of the norm in gated delta nets. A document's first token has an output of one factor
-q k. Without it, the norm would leave only the sign of that, which may be a rounding error."""
+ENLARGED_NORM_EPSILON = 0.1
+"""Epsilon of the norm in gated delta nets. With a small one, the norm leaves only the sign of a
+first token's q k, and removes what the gradients of decays are made of."""
 _TAKEN = re.compile(
     r"(model|curriculum|optimizer|loss|recompute)\..*|batch\.seed|checkpoint\.async_save|"
     r"data\.(mock_data|reset_.*|eod_mask_loss)|"
@@ -318,7 +318,9 @@ def _reduce_delta_nets(plan: Plan, grid: Grid) -> Values:
     """Return the sizes of gated delta nets. `_choose_layers` chooses their layers."""
     model = plan.config.model
     ranks = grid.tensor * grid.context
+    # With two key heads on a rank, their order matters.
     keys = ranks * min(2, max(1, model.linear_num_key_heads // ranks))
+    # If several heads of values share a key in the run, two of them do in the copy.
     copies = min(2, model.linear_num_value_heads // model.linear_num_key_heads)
     return {
         "model.linear_num_key_heads": keys,

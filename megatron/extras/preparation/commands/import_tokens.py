@@ -22,8 +22,9 @@ from megatron.base.outside_file import check_regular
 from megatron.base.plain_text import format_count, print_line, print_to_stderr
 from megatron.console.parse import parse_arguments
 from megatron.console.run_tool import run_tool
-from megatron.data.indexed import IndexedDatasetWriter, choose_dtype, refuse_existing
+from megatron.data.indexed import IndexedDatasetWriter, choose_dtype
 from megatron.data.tokenizer_record import write_record
+from megatron.extras.preparation.preprocess.build_dataset import refuse_existing
 
 TokenType = Literal["uint16", "uint32", "int32"]
 _BLOCK = 1 << 22

@@ -18,9 +18,10 @@ from megatron.base.host_limits import allow_open_files
 from megatron.base.plain_text import print_line
 from megatron.console.parse import parse_arguments
 from megatron.console.run_tool import run_tool
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, refuse_existing
+from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.tokenizer_record import compare_tokenizers, read_record, write_record
 from megatron.extras.preparation.corpus.manifest import expand_manifests
+from megatron.extras.preparation.preprocess.build_dataset import refuse_existing
 
 
 def merge_datasets(

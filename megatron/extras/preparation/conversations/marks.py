@@ -120,7 +120,7 @@ class Renderer:
         """Refuse a conversation whose calls or tools are not in its text.
 
         Raises:
-            DataError: One is missing.
+            DataError: One is missing, or arguments that are JSON are quoted once more.
         """
         missing = [name for name in list_names((), tools) if name not in text]
         names = list_names(messages, None)
@@ -139,6 +139,18 @@ class Renderer:
                 f"{self.template.origin} does not write the call or the description of the tool "
                 f"{missing[0]!r}, or not all of it. Use a template for tools, or leave tools out"
             )
+        for function in list_functions(messages, None):
+            arguments = function.get("arguments")
+            # A text without quotes is the same in JSON, but for its own.
+            if not isinstance(arguments, str) or '"' not in arguments:
+                continue
+            # A model that learns the escaped text would call no tool.
+            if json.dumps(arguments, ensure_ascii=False) in text:
+                raise DataError(
+                    f"{self.template.origin} quotes the arguments of the call of "
+                    f"{function['name']!r} once more, because they are a text. Give them as an "
+                    "object"
+                )
 
     def _find_words(self, messages: Sequence[Message], tools: Any, text: str) -> Places:
         """Return where the texts of messages are.
@@ -252,13 +264,18 @@ class Renderer:
 
 def list_names(messages: Sequence[Message], tools: Any) -> list[str]:
     """Return the names of the tools that a conversation calls and describes."""
+    return [each["name"] for each in list_functions(messages, tools)]
+
+
+def list_functions(messages: Sequence[Message], tools: Any) -> list[dict[str, Any]]:
+    """Return the tools that a conversation calls and describes, if they have names."""
     calls = [call for message in messages for call in message.get("tool_calls") or ()]
     found = list(calls)
     # Some data sets have tools as one text, in which no name can be found.
     if isinstance(tools, list):
         found += tools
     functions = [each.get("function", each) for each in found if isinstance(each, dict)]
-    return [each["name"] for each in functions if isinstance(each.get("name"), str)]
+    return [each for each in functions if isinstance(each.get("name"), str)]
 
 
 def find_counted(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:

@@ -178,7 +178,10 @@ def _check_message(message: Any, number: int) -> Message:
     calls = found.get("tool_calls", [])
     if not isinstance(calls, list) or not all(map(_has_name, calls)):
         raise DataError(f"message {number}: tool_calls must be a list of objects with a name")
-    if "content" not in found and role == "assistant" and calls:
+    if not calls:
+        # Some templates ask whether the key is there.
+        found.pop("tool_calls", None)
+    elif "content" not in found and role == "assistant":
         found["content"] = ""
     content = found.get("content")
     texts = [found.get(THOUGHTS[0], "")]

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from megatron.base.errors import ConfigError, DataError
 from megatron.base.plain_text import print_to_stderr
 from megatron.config.data import TokenizerConfig
-from megatron.data.indexed import choose_dtype, refuse_existing
+from megatron.data.indexed import choose_dtype, get_bin_path, get_idx_path
 from megatron.data.tokenizer_record import describe_tokenizer, write_record
 from megatron.extras.preparation.preprocess.encoders import EncoderMismatchError, choose_encoder
 from megatron.extras.preparation.preprocess.input_files import expand_inputs, leave_out_output
@@ -45,6 +45,21 @@ _SHOWN_BAD_LINES = 100
 _BLOCKS_EACH = 4
 # An interruption loses at most this much work.
 _JOURNAL_SECONDS = 15.0
+
+
+def refuse_existing(prefix: str) -> None:
+    """Refuse to write over a data set.
+
+    Raises:
+        ConfigError: One of its files exists.
+    """
+    for path in (get_idx_path(prefix), get_bin_path(prefix)):
+        if path.exists():
+            raise ConfigError(
+                f"{path} exists already. If input and tokenizer are unchanged, use it as it is "
+                f"with --data-path {prefix}. Otherwise give another --output-prefix, or replace it "
+                "with --overwrite."
+            )
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ SECONDS = 4.0
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names of a thought. A template reads one of them."""
+_QUESTION = "PROBEQUESTION"
 _process: TemplateProcess | None = None
 """The process that renders for this one."""
 
@@ -109,10 +110,29 @@ class ChatTemplate:
         except RenderError as error:
             raise DataError(f"{self.origin} cannot render it: {error}") from error
 
+    def make_turn(
+        self, messages: Sequence[Message], question: dict[str, str], answer: str
+    ) -> list[dict[str, str]]:
+        """Return a question and the answer that a model wrote, as two messages, or none.
+
+        Args:
+            messages: The conversation before.
+            question: The question.
+            answer: What the model wrote.
+        """
+        # A template with channels (gpt-oss) refuses a content that has one. An answer that ends in
+        # a thought has no other content.
+        for content in (self.probe.remove_header(answer), ""):
+            turn = [question, {"role": "assistant", "content": content}]
+            with contextlib.suppress(DataError):
+                self.render([*messages, *turn, question], prompt=True)
+                return turn
+        return []
+
     @cached_property
     def probe(self) -> "Probe":
         """The texts of a question and an answer, and of another question after them."""
-        question, answer, again = "PROBEQUESTION", "PROBEANSWER", "PROBEAGAIN"
+        question, answer, again = _QUESTION, "PROBEANSWER", "PROBEAGAIN"
         asked = {"role": "user", "content": question}
         answered = {"role": "assistant", "content": answer}
         texts = []
@@ -152,6 +172,17 @@ class Probe:
     """The question alone."""
     prompted: str
     """The question, and the beginning of an answer."""
+
+    def remove_header(self, answer: str) -> str:
+        """Return what follows the last header in an answer, or all of it if there is none.
+
+        A header begins a plain answer, and is no part of the prompt. So the model writes it, and a
+        template does.
+        """
+        prompt = self.prompted.rpartition(_QUESTION)[2]
+        header = self.between[len(prompt) :] if self.between.startswith(prompt) else ""
+        # White space is in the content too.
+        return answer.rpartition(header)[2] if prompt and header.strip() else answer
 
     def find_ends(self, special: re.Pattern[str]) -> tuple[str, ...]:
         """Return the special tokens that end an answer: the last one of a text, and others.

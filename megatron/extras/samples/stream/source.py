@@ -16,11 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from megatron.base.errors import DataError
 from megatron.base.plain_text import format_count
 from megatron.data.batches import Microbatch, compute_sample_positions, split_microbatches
+from megatron.data.documents import DocumentRules
 from megatron.data.position_source import Prefetcher, find_kind
 from megatron.data.source import BatchSlice
 from megatron.extras.samples.stream.filters import (
@@ -380,7 +382,7 @@ class StreamSource:
             return microbatches
         starts = [sample.starts for sample in samples]
         return [
-            rules.apply_starts(microbatch, starts[number * size : (number + 1) * size])
+            _apply_starts(rules, microbatch, starts[number * size : (number + 1) * size])
             for number, microbatch in enumerate(microbatches)
         ]
 
@@ -467,4 +469,35 @@ def _refuse_other_data(name: str, kind: str) -> None:
     raise DataError(
         f"{name}: the checkpoint was trained on data {flag}. Resume with these data, or start a "
         "new run from its weights with --finetune and another --save."
+    )
+
+
+def _apply_starts(
+    rules: DocumentRules, microbatch: Microbatch, starts: Sequence[Sequence[int]]
+) -> Microbatch:
+    """Return the microbatch with the fields that follow from known starts of documents.
+
+    Args:
+        rules: The flags that need borders of documents.
+        microbatch: [b, s].
+        starts: For each sample, the places in its s + 1 tokens where a document begins. Places
+            after a truncated sample are left out.
+    """
+    samples, length = microbatch.tokens.shape
+    loss_mask = torch.ones(samples, length)
+    position_ids = torch.arange(length).repeat(samples, 1)
+    documents = []
+    for sample, places in enumerate(starts):
+        inner = [place for place in places if 0 < place < length]
+        documents.append((0, *inner, length))
+        for begin in inner:
+            position_ids[sample, begin:] = torch.arange(length - begin)
+        # The label of the last token of a document is the first one of another text.
+        ends = [place - 1 for place in places if 0 < place <= length]
+        loss_mask[sample, ends] = 0
+    return dataclasses.replace(
+        microbatch,
+        loss_mask=loss_mask if rules.eod_mask_loss else None,
+        position_ids=position_ids if rules.reset_position_ids else None,
+        documents=tuple(documents) if rules.reset_attention_mask else None,
     )

@@ -117,7 +117,16 @@ def check_settings(plan: Plan) -> Iterator[Finding]:
 
 
 def check_model(plan: Plan) -> Iterator[Finding]:
-    """Check that the model has no experts and no gated delta nets."""
+    """Check that the model has no experts, and only usual attention."""
+    if plan.config.model.multi_latent_attention:
+        yield error(
+            "--multi-latent-attention was not compared with DeepSpeed's engine; remove --deepspeed"
+        )
+    if plan.config.model.softmax_type != "vanilla":
+        yield error(
+            f"--softmax-type {plan.config.model.softmax_type} was not compared with DeepSpeed; "
+            "remove --deepspeed"
+        )
     variant = plan.config.model.experimental_attention_variant
     if variant is not None:
         yield error(

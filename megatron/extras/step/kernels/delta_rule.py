@@ -21,7 +21,7 @@ class DeltaRuleKernel:
         """Import the kernels, for queries, keys and values in bf16 or in fp16."""
         kernels: Any = importlib.import_module("fla.ops.gated_delta_rule")
         self._compute = kernels.chunk_gated_delta_rule
-        self._dtype = torch.bfloat16 if in_bf16 else torch.float16
+        self._dtype = {True: torch.bfloat16, False: torch.float16}[in_bf16]
 
     def __call__(
         self,
@@ -42,6 +42,7 @@ class DeltaRuleKernel:
             # The kernels take documents as one sample, [1, b s, ...].
             bounds = pack_documents(documents, query.device).bounds.long()
             inputs = [x.flatten(0, 1).unsqueeze(0) for x in inputs]
+        # The queries have their scale already.
         out, last = self._compute(
             *inputs, scale=1.0, initial_state=state, output_final_state=True, cu_seqlens=bounds
         )

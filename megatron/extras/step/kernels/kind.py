@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.base.errors import ConfigError
 from megatron.engine.kind import BuildEngine, EngineKind
+from megatron.model.layer_parts import SOFTMAXES
 
 if TYPE_CHECKING:
     from megatron.config.kernels import KernelsConfig
@@ -41,8 +42,8 @@ def add_kernels(kind: EngineKind) -> EngineKind:
                 options["operators"] = choose_operators(
                     plan.config.kernels, device_type, has_dropout=model.has_dropout
                 )
-            if model.softmax_type != "vanilla":
-                options["operators"] = add_sinks(options.get("operators"))
+            if SOFTMAXES.require(model.softmax_type).weigh is not None:
+                options["operators"] = add_attention(model.softmax_type, options.get("operators"))
             if device_type == "cuda" and find_delta_rule(plan):
                 options["operators"] = add_delta_rule(plan, options.get("operators"))
             engine: Engine = build(plan, *arguments, **options)
@@ -85,12 +86,13 @@ def choose_operators(
     return build_operators(config, has_dropout=has_dropout)
 
 
-def add_sinks(operators: FusedOperators | None = None) -> FusedOperators:
-    """Return kernels with those of attention sinks, which are PyTorch's and need no Triton."""
-    from megatron.extras.step.kernels.sinks import SinkKernels
+def add_attention(softmax_type: str, operators: FusedOperators | None = None) -> FusedOperators:
+    """Return kernels with those of a kind of softmax, which are PyTorch's and need no Triton."""
+    from megatron.extras.step.kernels.attention import ATTENTION_KERNELS
     from megatron.model.fused_operators import FusedOperators
 
-    return replace(operators or FusedOperators(), sinks=SinkKernels())
+    kernels = ATTENTION_KERNELS.require(softmax_type)()
+    return replace(operators or FusedOperators(), attention=kernels)
 
 
 def find_delta_rule(plan: Plan) -> bool:

@@ -1,4 +1,6 @@
-"""Kernels of attention with a sink: one more logit for each head, which has no value.
+"""Kernels of attention, by --softmax-type.
+
+A sink is one more logit of a head, which has no value:
 
     out = softmax([q k / sqrt(d), sink]) without the sink's column, times v
 
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.config.table import Absent, Table
 from megatron.model.attention_core import Weighting
 from megatron.model.packed_attention import PackedDocuments
 from megatron.parallel.spmd import declare
@@ -53,6 +56,7 @@ class _WithSink(torch.autograd.Function):
     ) -> Tensor:
         out, logsumexp, needed = kernel.forward(query, key, value)
         total = torch.logaddexp(logsumexp, sink.to(logsumexp.dtype)[:, None])
+        # The factor is at most 1, so it cannot overflow.
         out = out * torch.exp(logsumexp - total).unsqueeze(3).to(out.dtype)
         ctx.save_for_backward(query, key, value, sink, out, total)
         ctx.kernel, ctx.needed = kernel, needed
@@ -61,6 +65,7 @@ class _WithSink(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sink, out, total = ctx.saved_tensors
+        # The result and the sum include the sink, so these gradients do too.
         of_kernel = ctx.kernel.backward(grads[0], query, key, value, out, total, *ctx.needed)
         product = (grads[0] * out).sum(3, dtype=total.dtype)
         share = torch.exp(sink.to(total.dtype)[:, None] - total)
@@ -99,14 +104,13 @@ def has_sink_kernel(query: Tensor, *, only_window: bool) -> bool:
 
 
 class SinkKernels:
-    """Attention with sinks by fused kernels. See `SinkAttention`."""
+    """Attention with sinks by fused kernels. See `AttentionKernels`."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, weighting: Weighting
     ) -> Tensor | None:
-        """See `SinkAttention.attend`."""
-        sink, bias = weighting.sink, weighting.bias
-        assert sink is not None, "the caller has sinks"
+        """See `AttentionKernels.attend`."""
+        sink, bias = _get_sink(weighting), weighting.bias
         if not has_sink_kernel(query, only_window=bias is None or weighting.only_window):
             return None
         if query.is_cuda:
@@ -126,14 +130,27 @@ class SinkKernels:
         documents: PackedDocuments,
         weighting: Weighting,
     ) -> Tensor:
-        """See `SinkAttention.attend_packed`."""
+        """See `AttentionKernels.attend_packed`."""
         samples, _, length, _ = query.shape
-        assert weighting.sink is not None, "the caller has sinks"
         kernel = choose_gpu_kernel(weighting.window, documents.bounds, documents.longest)
         # The samples become one, [1, heads, b s, d].
         query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
-        out = run_with_sink(query, key, value, weighting.sink, kernel)
+        out = run_with_sink(query, key, value, _get_sink(weighting), kernel)
         return out[0].unflatten(1, (samples, length)).transpose(0, 1)
+
+
+ATTENTION_KERNELS = Table(
+    "--softmax-type",
+    {"off-by-one": SinkKernels, "learnable": SinkKernels},
+    otherwise=Absent("is computed by the kernels of PyTorch alone"),
+)
+"""Value of --softmax-type -> its kernels."""
+
+
+def _get_sink(weighting: Weighting) -> Tensor:
+    """Return the logit of each head that has no value, [n]."""
+    assert weighting.head_values is not None, "the table of kernels has the row of this softmax"
+    return weighting.head_values
 
 
 def _choose_cpu_kernel(mask: Tensor | None) -> Kernel:

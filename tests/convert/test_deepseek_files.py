@@ -1,0 +1,82 @@
+"""What only files of DeepSeek have: weights in FP8 with scales, and a bias that stays in fp32."""
+
+import json
+from pathlib import Path
+
+import torch
+from convert.test_convert import save_theirs
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron.checkpoint.load import open_checkpoint
+from megatron.extras.interop.convert.export import ExportOptions, export_checkpoint
+from megatron.extras.interop.convert.fp8_blocks import list_scales, read_fp8
+from megatron.extras.interop.convert.hf_files import HfTensors
+from megatron.extras.interop.convert.importing import import_model
+
+BALANCE = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a matrix in FP8, and the scale of each block."""
+    rows, columns = list_scales(tuple(weight.shape))
+    quantised = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(rows, columns)
+    for row in range(rows):
+        for column in range(columns):
+            block = (slice(128 * row, 128 * (row + 1)), slice(128 * column, 128 * (column + 1)))
+            scales[row, column] = weight[block].abs().max() / 448
+            quantised[block] = (weight[block] / scales[row, column]).to(torch.float8_e4m3fn)
+    return quantised, scales
+
+
+def test_blocks_at_the_end_are_smaller() -> None:
+    weight = torch.randn(576, 300, generator=torch.Generator().manual_seed(1))
+    # Blocks whose scales differ much.
+    weight[512:, 256:] *= 100
+    quantised, scales = quantise(weight)
+    assert scales.shape == (5, 3)
+    found = read_fp8(quantised, scales)
+    assert found.dtype == torch.bfloat16
+    for row, column in ((0, 0), (127, 128), (511, 255), (512, 256), (575, 299)):
+        expected = quantised[row, column].float() * scales[row // 128, column // 128]
+        assert found[row, column] == expected.to(torch.bfloat16)
+
+
+def test_a_model_in_fp8_is_imported(tmp_path: Path) -> None:
+    source = save_theirs("deepseek-v3", tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    matrices = [name for name in tensors if "proj" in name]
+    assert len(matrices) > 20
+    expected = {}
+    for name in matrices:
+        tensors[name], tensors[f"{name}_scale_inv"] = quantise(tensors[name])
+        expected[name] = read_fp8(tensors[name], tensors[f"{name}_scale_inv"])
+    generator = torch.Generator().manual_seed(2)
+    tensors[BALANCE] = 0.1 * torch.randn(tensors[BALANCE].shape, generator=generator)
+    # The layer that predicts a second token.
+    tensors["model.layers.61.eh_proj.weight"] = torch.zeros(2, 2)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (source / "config.json").write_text(json.dumps(config))
+    lines: list[str] = []
+    compared = import_model(source, tmp_path / "ours", log=lines.append)
+    assert compared.same_argmax == 1
+    assert any("predicts a second token" in line for line in lines)
+    checkpoint = open_checkpoint(tmp_path / "ours", 0)
+    export_checkpoint(checkpoint, tmp_path / "back", ExportOptions(dtype="bf16"))
+    back = HfTensors(tmp_path / "back")
+    for name, tensor in expected.items():
+        assert torch.equal(back.read(name), tensor), name
+    # Steps of 0.001 would be lost in 16 bits.
+    assert back.read(BALANCE).dtype == torch.float32
+    assert torch.equal(back.read(BALANCE), tensors[BALANCE])
+
+
+def test_a_weight_in_fp8_needs_its_scales(tmp_path: Path) -> None:
+    weight, scales = quantise(torch.randn(200, 100))
+    save_file({"w": weight, "w_scale_inv": scales[:1]}, tmp_path / "model.safetensors")
+    problem = HfTensors(tmp_path).describe_problem("w", (200, 100))
+    assert problem is not None
+    assert "w is F8_E4M3" in problem

@@ -1,0 +1,161 @@
+"""tools/handover.py: recorded steps are trained again, and what differs is named."""
+
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from operations.rehearsing import Handover
+from operations.run_folder import FakeRun
+from process_pool import ProcessPool
+
+from megatron.base.errors import ConfigError, OperationsError
+from megatron.extras.operations.handover.record import TooFewStepsError, read_recorded_steps
+from megatron.extras.operations.handover.rehearsal import find_program
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def digest_folder(folder: Path) -> dict[str, tuple[str, int]]:
+    """Return digest and time of each file of a folder."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {
+        str(path): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
+        for path in files
+    }
+
+
+@pytest.fixture(scope="module")
+def recorded(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Handover:
+    found = Handover(pool, corpus, tmp_path_factory.mktemp("handover") / "run")
+    log = found.train("--pipeline-model-parallel-size 2", ranks=4)
+    found.folder.with_suffix(".log").write_text(log)
+    return found
+
+
+def test_the_same_command_gives_the_same_bits(recorded: Handover) -> None:
+    before = digest_folder(recorded.folder.parent)
+    flags = "--pipeline-model-parallel-size 2 --tensorboard-dir tb"
+    code, answer, _ = recorded.rehearse("--from 4 --steps 2", flags, ranks=4)
+    assert (code, answer["verdict"], answer["changes"]) == (0, "go", {})
+    assert {each["bound"] for each in answer["quantities"]} == {0.0}
+    assert answer["not_compared"] == []
+    assert "tokens of the batch" in {each["name"] for each in answer["quantities"]}
+    assert digest_folder(recorded.folder.parent) == before
+
+
+def test_another_layout_and_a_changed_rate(recorded: Handover) -> None:
+    """Without --from, the newest checkpoint with enough recorded steps is used."""
+    layout = "--tensor-model-parallel-size 2 --micro-batch-size 2"
+    code, answer, _ = recorded.rehearse("--steps 2", layout, ranks=2)
+    assert (code, answer["verdict"], answer["from"]) == (0, "go", 8)
+    assert answer["changes"]["layout"][1] == "pipeline 1 x data 1 x tensor 2"
+    assert answer["changes"]["--micro-batch-size"] == ["1", "2"]
+    assert 0 < max(each["difference"] for each in answer["quantities"]) < 1e-5
+    rate = f"{layout} --override-lr-scheduler --lr 1.9e-3"
+    code, answer, _ = recorded.rehearse("--steps 2", rate, ranks=2)
+    assert (code, answer["verdict"]) == (1, "no go: iteration 9, learning rate")
+    assert answer["changes"]["--lr"] == ["0.002", "0.0019"]
+
+
+def test_the_log_of_another_trainer(recorded: Handover) -> None:
+    """Only what it logs is compared, to the digits that it has."""
+    log = recorded.folder.with_suffix(".log")
+    code, answer, _ = recorded.rehearse(f"--from 8 --steps 2 --log {log}")
+    assert (code, answer["verdict"]) == (0, "go")
+    assert {"loss", "gradient norm"} <= {each["name"] for each in answer["quantities"]}
+    assert "tokens of the batch" in answer["not_compared"]
+    text = re.sub(r"(iteration +10/.*lm loss: )\S+", r"\g<1>8.0E+00", log.read_text())
+    log.write_text(text)
+    code, answer, _ = recorded.rehearse(f"--from 8 --steps 2 --log {log}")
+    assert (code, answer["verdict"]) == (1, "no go: iteration 10, loss")
+
+
+def test_a_refused_command_is_no_go(recorded: Handover) -> None:
+    code, answer, _ = recorded.rehearse("--steps 2", "--norm-epsilon 1e-6")
+    assert code == 1
+    assert answer["verdict"].startswith("no go: the command ended with exit code 1 before")
+    assert "--layernorm-epsilon is 1e-05 in the checkpoint" in answer["verdict"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
+    made = FakeRun(tmp_path / "run", tmp_path / "aside")
+    made.launch(1, 8)
+    return made
+
+
+def test_the_record_of_the_lineage_counts(run: FakeRun) -> None:
+    assert read_recorded_steps(run.root, 4, 4).last == 8
+    with pytest.raises(TooFewStepsError, match="iteration 9 after global_step8 is not recorded"):
+        read_recorded_steps(run.root, 8, 1)
+    with pytest.raises(OperationsError, match=r"--from 5: .* are: global_step4, global_step8"):
+        read_recorded_steps(run.root, 5, 1)
+    lines = run.metrics.read_text().splitlines(keepends=True)
+    run.metrics.write_text("".join(line for line in lines if '"iteration": 6,' not in line))
+    with pytest.raises(TooFewStepsError, match="iteration 6 after global_step4"):
+        read_recorded_steps(run.root, None, 4)
+    run.metrics.unlink()
+    with pytest.raises(TooFewStepsError, match="iteration 5 after global_step4"):
+        read_recorded_steps(run.root, 4, 1)
+
+
+def test_a_rollback_and_another_number_of_samples(run: FakeRun) -> None:
+    run.launch(5, 12)
+    assert read_recorded_steps(run.root, None, 4).iteration == 8
+    text = run.metrics.read_text().replace('"consumed_samples": 20,', '"consumed_samples": 24,')
+    run.metrics.write_text(text)
+    with pytest.raises(OperationsError, match="belongs to another run"):
+        read_recorded_steps(run.root, 4, 4)
+
+
+def test_a_script_is_refused() -> None:
+    """It could leave out the flags that keep the rehearsal from the folder of the run."""
+    assert find_program(["torchrun", "--nproc-per-node", "2", "a/pretrain_gpt.py", "--lr"]) == 4
+    for command in ([], ["bash", "train.sh"]):
+        with pytest.raises(ConfigError, match=r"does not name pretrain_gpt\.py"):
+            find_program(command)
+
+
+def test_a_kill_leaves_nothing(run: FakeRun, tmp_path: Path) -> None:
+    """The tool is killed while its command runs. A program in its place starts another process."""
+    started = tmp_path / "started"
+    program = tmp_path / "pretrain_gpt.py"
+    program.write_text(
+        f"import os, time\nos.fork()\nopen(f'{started}/{{os.getpid()}}', 'w')\ntime.sleep(60)\n"
+    )
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    started.mkdir()
+    sizes = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 1"
+    sizes += " --micro-batch-size 1 --train-iters 9 --mock-data --vocab-size 9"
+    tool = [sys.executable, ROOT / "tools" / "handover.py", run.root, "--scratch", scratch]
+    tool += ["--steps", "2", "--", program]
+    before = digest_folder(run.root)
+    process = subprocess.Popen(
+        [*map(str, tool), *sizes.split()],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.DEVNULL,
+    )
+    wait_until(lambda: len(list(started.iterdir())) == 2)
+    assert list(scratch.iterdir())
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    wait_until(lambda: not list(scratch.iterdir()))
+    for path in started.iterdir():
+        assert not Path("/proc", path.name).exists()
+    assert digest_folder(run.root) == before
+
+
+def wait_until(is_true: object) -> None:
+    """Wait for a condition, for at most a minute."""
+    assert callable(is_true)
+    end = time.monotonic() + 60
+    while not is_true():
+        assert time.monotonic() < end, "it does not become true"
+        time.sleep(0.05)
