@@ -10,12 +10,15 @@ END = "<!-- end of known errors -->"
 
 
 def format_tables() -> str:
-    """Return a table for each trainer, in the order of the errors."""
+    """Return a table for each trainer, in the order of their first errors."""
     return "\n".join([BEGIN, *_format_lines(), "", END])
 
 
 def _format_lines() -> Iterator[str]:
-    for trainer, errors in groupby(ERRORS, key=lambda error: error.trainer):
+    trainers = [error.trainer for error in ERRORS]
+    # The sort keeps the order within a trainer.
+    ordered = sorted(ERRORS, key=lambda error: trainers.index(error.trainer))
+    for trainer, errors in groupby(ordered, key=lambda error: error.trainer):
         yield f"\n## {trainer}\n"
         yield "| error | what was wrong | what it cost | how long it stood | found here by |"
         yield "|---|---|---|---|---|"
