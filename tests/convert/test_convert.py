@@ -77,7 +77,9 @@ def test_every_field_of_the_architecture_is_covered_once(
     assert fields - set(covered) <= NOT_ARCHITECTURE
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# transformers 5.24 writes convolutions of Olmo-Hybrid that do not fit it. `test_convert_hybrids.py`
+# has a folder as it was published.
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "olmo-hybrid"])
 def test_an_imported_model_is_exported_with_equal_bytes(family: str, tmp_path: Path) -> None:
     source = save_theirs(family, tmp_path / "source")
     fields = vars(transformers.AutoConfig.from_pretrained(source))
