@@ -214,6 +214,8 @@ def count_stage_parameters(
 # FLOPs
 
 
+# Each step asks for it, and the layers are counted one by one.
+@lru_cache(maxsize=256)
 def count_forward_flops_per_token(
     shape: ModelShape, seq_length: int | None = None, *, causal: bool = False
 ) -> tuple[int, int]:

@@ -175,7 +175,7 @@ def test_stopped_rank_is_named_with_its_last_line(victim: int, new_job: NewJob) 
     os.kill(launch.pids[victim], signal.SIGSTOP)
     output = wait_for_verdict(launch, victim, HANG_SECONDS, start)
     assert re.search(
-        r"does not answer.*it was at \S+\.py:\d+ \w+ in training iteration \d+",
+        r"does not answer.*it was at \S+\.py:\d+ \S+ in training iteration \d+",
         find_line(output, victim),
     )
     if victim != 0:

@@ -284,7 +284,9 @@ def test_every_family_of_presets_is_compiled() -> None:
     without = families - {name.split("-")[0] for name in PRESETS}
     # Of a layer with experts, only the first half is compiled, and that is one of the others.
     of_experts = {"mixtral", "olmoe"}
-    assert without == {"tr1", "tr8", "pythia", "lauzhack"} | of_experts
+    # Latent attention is refused. `test_gated_delta_net.py` compiles a hybrid.
+    others = {"deepseek", "moonlight", "olmo"}
+    assert without == {"tr1", "tr8", "pythia", "lauzhack"} | of_experts | others
 
 
 @pytest.mark.usefixtures("tracing")

@@ -371,7 +371,8 @@ def test_lost_rank_and_the_group_that_misses_it_are_named(
     run = Runner(pool, corpus, tmp_path / "run")
     argv = run.argv("--tensor-model-parallel-size 2 --distributed-timeout-minutes 0.2")
     outcomes = pool.run(4, train_without_rank_3, argv)
-    assert {outcome.kind for outcome in outcomes[:3]} == {"LostRanksError"}
+    # The watchdog of a rank may end the process before its collective fails.
+    assert {outcome.kind for outcome in outcomes[:3]} <= {"LostRanksError", "EndedProcess"}
     errors = [str(outcome.error) for outcome in outcomes[:3]]
     (told,) = [error for error in errors if "has left the run: ValueError: a mistake" in error]
     assert "must exchange a message before the first step" in told
