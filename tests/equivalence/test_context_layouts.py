@@ -6,7 +6,7 @@ single token, one that all ranks share, and a part in which no token counts.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, pairwise
 from math import isfinite
 from pathlib import Path
@@ -195,28 +195,46 @@ def find_worst(found: Any, expected: Any) -> dict[str, float]:
 Train = Callable[..., Any]
 
 
-@pytest.fixture(scope="module")
-def train_world(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """Return a function that trains models in a world, and returns the joined results."""
-    cache = tmp_path_factory.mktemp("cache")
+def make_train_world(
+    pool: ProcessPool,
+    flags: str,
+    models: Mapping[str, str],
+    train: Callable[[Sequence[str]], Any] = train_cases,
+) -> Train:
+    """Return a function that trains models in a world, and returns the joined results.
+
+    Those of one process are computed once.
+
+    Args:
+        pool: The processes.
+        flags: Flags of all models.
+        models: Name -> flags of a model.
+        train: Trains command lines on a rank.
+    """
     alone: dict[str, Any] = {}
 
-    def run(ranks: int, models: Sequence[str], flags: str) -> Any:
-        key = f"{models} {flags}"
+    def run(ranks: int, names: Sequence[str], more: str) -> Any:
+        key = f"{names} {more}"
         if ranks > 1:
-            return launch(ranks, models, flags)
+            return launch(ranks, names, more)
         if key not in alone:
-            alone[key] = launch(ranks, models, flags)
+            alone[key] = launch(ranks, names, more)
         return alone[key]
 
-    def launch(ranks: int, models: Sequence[str], flags: str) -> Any:
-        paths = f"--data-path {corpus} --data-cache-path {cache}"
-        cases = [f"{SIZES} {paths} {MODELS[model]} {flags}" for model in models]
-        outcomes = pool.run(ranks, train_cases, cases)
+    def launch(ranks: int, names: Sequence[str], more: str) -> Any:
+        cases = [f"{flags} {models[name]} {more}" for name in names]
+        outcomes = pool.run(ranks, train, cases)
         succeed(outcomes)
         return [join_state([each.value[case] for each in outcomes]) for case in range(len(cases))]
 
     return run
+
+
+@pytest.fixture(scope="module")
+def train_world(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """See `make_train_world`."""
+    paths = f"--data-path {corpus} --data-cache-path {tmp_path_factory.mktemp('cache')}"
+    return make_train_world(pool, f"{SIZES} {paths}", MODELS)
 
 
 @dataclasses.dataclass(frozen=True)

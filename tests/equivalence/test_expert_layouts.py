@@ -6,7 +6,6 @@ one token with another expert is found.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,9 +16,9 @@ from equivalence.test_context_layouts import (
     FIXTURES,
     NO_DROPOUT,
     STEADY,
+    Train,
     find_worst,
-    join_state,
-    train_cases,
+    make_train_world,
 )
 from process_pool import ProcessPool, succeed
 from suites import by_suite
@@ -63,7 +62,6 @@ MUON = "--optimizer muon --muon-scale-mode unit_rms_norm --muon-fp32-matmul-prec
 TP2 = "--tensor-model-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
 EP = "--expert-model-parallel-size"
-Train = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,26 +149,9 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def train_world(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """Return a function that trains models in a world, and returns the joined results."""
-    cache = tmp_path_factory.mktemp("cache")
-    alone: dict[str, Any] = {}
-
-    def run(ranks: int, models: Sequence[str], flags: str) -> Any:
-        key = f"{models} {flags}"
-        if ranks > 1 or key not in alone:
-            paths = f"--data-path {corpus} --data-cache-path {cache}"
-            cases = [f"{SIZES} {paths} {MODELS[model]} {flags}" for model in models]
-            outcomes = pool.run(ranks, train_cases, cases)
-            succeed(outcomes)
-            results = [
-                join_state([each.value[case] for each in outcomes]) for case in range(len(cases))
-            ]
-            if ranks > 1:
-                return results
-            alone[key] = results
-        return alone[key]
-
-    return run
+    """See `make_train_world`."""
+    paths = f"--data-path {corpus} --data-cache-path {tmp_path_factory.mktemp('cache')}"
+    return make_train_world(pool, f"{SIZES} {paths}", MODELS)
 
 
 @pytest.mark.parametrize(

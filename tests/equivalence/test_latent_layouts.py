@@ -4,10 +4,8 @@ Compared are loss and norm of each step, the gradient of each parameter, an eval
 likelihoods.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from equivalence.corpus import curve, worst
@@ -20,9 +18,9 @@ from equivalence.test_context_layouts import (
     PP2,
     SIZES,
     STEADY,
+    Train,
     find_worst,
-    join_state,
-    train_cases,
+    make_train_world,
 )
 from process_pool import ProcessPool, pretrain, succeed
 
@@ -47,7 +45,6 @@ TP4 = "--tensor-model-parallel-size 4"
 SP = "--sequence-parallel"
 CP2 = "--context-parallel-size 2"
 EP = "--expert-model-parallel-size"
-Train = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -94,26 +91,10 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def train_world(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """Return a function that trains models in a world, and returns the joined results."""
-    cache = tmp_path_factory.mktemp("cache")
-    alone: dict[str, Any] = {}
-
-    def run(ranks: int, models: Sequence[str], flags: str) -> Any:
-        key = f"{models} {flags}"
-        if ranks > 1 or key not in alone:
-            paths = f"--data-path {corpus} --data-cache-path {cache} --micro-batch-size 1"
-            cases = [f"{SIZES} {LATENT} {paths} {MODELS[each]} {flags}" for each in models]
-            outcomes = pool.run(ranks, train_cases, cases)
-            succeed(outcomes)
-            results = [
-                join_state([each.value[case] for each in outcomes]) for case in range(len(cases))
-            ]
-            if ranks > 1:
-                return results
-            alone[key] = results
-        return alone[key]
-
-    return run
+    """See `make_train_world`."""
+    paths = f"--data-path {corpus} --data-cache-path {tmp_path_factory.mktemp('cache')}"
+    flags = f"{SIZES} {LATENT} {paths} --micro-batch-size 1"
+    return make_train_world(pool, flags, MODELS)
 
 
 @pytest.mark.parametrize(

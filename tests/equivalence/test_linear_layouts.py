@@ -10,7 +10,7 @@ document has the output beta (q k) v, and after its norm only the sign of q k is
 settings to 1e-9, and in fp32 with settings that need fewer digits to 1e-5.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -27,8 +27,9 @@ from equivalence.test_context_layouts import (
     NO_DROPOUT,
     PP2,
     STEADY,
+    Train,
     find_worst,
-    join_state,
+    make_train_world,
     train_cases,
 )
 from process_pool import ProcessPool, pretrain, succeed
@@ -61,7 +62,6 @@ TP2 = "--tensor-model-parallel-size 2"
 SP = "--sequence-parallel"
 CP2 = "--context-parallel-size 2"
 HSDP = "--sharding-strategy hsdp --hsdp-shard-size 2"
-Train = Callable[..., Any]
 Moments = dict[tuple[str, str], Tensor]
 """Kind and name -> a state of the optimizer after the first step."""
 
@@ -137,25 +137,16 @@ def train_in_fp64(cases: Sequence[str]) -> Any:
 
 @pytest.fixture(scope="module")
 def train_world(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """Return a function that trains models in a world, and returns the joined results."""
-    cache = tmp_path_factory.mktemp("cache")
-    alone: dict[str, Any] = {}
+    """See `make_train_world`."""
+    paths = f"--data-path {corpus} --data-cache-path {tmp_path_factory.mktemp('cache')}"
+    flags = f"{SIZES} {paths} --micro-batch-size 1"
+    wide = make_train_world(pool, f"{flags} {IN_FP64}", MODELS, train_in_fp64)
+    single = make_train_world(pool, f"{flags} {IN_FP32}", MODELS)
 
     def run(ranks: int, models: Sequence[str], flags: str, *, in_fp64: bool) -> Any:
-        key = f"{models} {flags} {in_fp64}"
-        train, own = (train_in_fp64, IN_FP64) if in_fp64 else (train_cases, IN_FP32)
-        if ranks > 1 or key not in alone:
-            paths = f"--data-path {corpus} --data-cache-path {cache} --micro-batch-size 1"
-            cases = [f"{SIZES} {paths} {MODELS[model]} {own} {flags}" for model in models]
-            outcomes = pool.run(ranks, train, cases)
-            succeed(outcomes)
-            results = [
-                join_state([each.value[case] for each in outcomes]) for case in range(len(cases))
-            ]
-            if ranks > 1:
-                return results
-            alone[key] = results
-        return alone[key]
+        if in_fp64:
+            return wide(ranks, models, flags)
+        return single(ranks, models, flags)
 
     return run
 
