@@ -552,6 +552,7 @@ FAILURES: list[tuple[dict[str, object], str]] = [
 ]
 
 UNUSUAL: list[tuple[dict[str, object], str]] = [
+    ({"save": "ckpt", "rehearsal": "exact"}, "--rehearsal exact trains without a checkpoint"),
     (HYBRID, "without --reset-attention-mask the state runs over the whole sample"),
     (
         {"kv_lora_rank": 96},
