@@ -212,8 +212,9 @@ def select_removable_entries(
         lineage: Checkpoints in the order in which they were saved.
         config: The flags of retention.
         is_on_disk: Return whether a checkpoint is on the disk.
-        rollback_distance: Iterations by which a rollback may go back from the last one. The newest
-            checkpoint that is at least as old is kept too, and the one that follows it.
+        rollback_distance: Iterations by which a rollback or a rehearsal may go back from the last
+            one. The newest checkpoint that is at least as old is kept too, and the one that follows
+            it.
     """
     if config.keep_latest_checkpoints is None:
         return []

@@ -43,9 +43,10 @@ _FREE_TO_CHANGE = {
     "attention_dropout",
     "init_method_std",
     "output_init_method_std",
+    "linear_time_step",
     "seq_length",
 }
-_FREE_IN_NEW_RUNS = ("rotary_base",)
+_FREE_IN_NEW_RUNS = ("rotary_base", "mscale", "mscale_all_dim")
 """Fields that may change if a run only takes the weights. Longer contexts need other frequencies of
 the rotary positions, so all fields of their scaling may change too."""
 
@@ -297,6 +298,9 @@ def _resolve_field(model: ModelConfig, name: str) -> Any:
         "add_qkv_bias": shape.has_qkv_bias,
         "add_attention_bias": shape.has_attention_bias,
         "add_mlp_bias": shape.has_mlp_bias,
+        "latent_norm_epsilon": model.latent_norm_epsilon or model.layernorm_epsilon,
+        "linear_norm_epsilon": model.linear_norm_epsilon or model.layernorm_epsilon,
+        "linear_norm_placement": model.linear_norm_placement or model.norm_placement,
     }
     return derived.get(name, getattr(model, name))
 

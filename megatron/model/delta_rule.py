@@ -149,7 +149,6 @@ def apply_delta_rule(
     else:
         now = state.to(wide).unflatten(1, grouped)
     states, news = [], []
-    # Only this loop goes from chunk to chunk. The rest is computed for all chunks at once.
     # The gradient of an index has the size of all chunks. That of `unbind` is written once.
     kept = from_state[..., -1, None, None]
     chunks = zip(*(each.unbind(3) for each in (own, of_state, kept, written)), strict=True)

@@ -90,14 +90,13 @@ class LayerNorm(Norm):
         # Each read of a module's parameter is a call of Python.
         weight, bias = self.weight, self.bias
         if self.zero_centred:
-            # In fp32 altogether, because the kernel takes one dtype for all of its inputs.
+            # The kernel takes one dtype for all of its inputs.
+            centred = _add_one(weight)
+            wide = x.to(centred.dtype)
             wide_bias = None
             if bias is not None:
-                wide_bias = bias.float()
-            centred = _add_one(weight)
-            return F.layer_norm(x.float(), weight.shape, centred, wide_bias, self.eps).to(
-                weight.dtype
-            )
+                wide_bias = bias.to(wide.dtype)
+            return F.layer_norm(wide, weight.shape, centred, wide_bias, self.eps).to(weight.dtype)
         if x.dtype != weight.dtype:
             # The residual stream is in fp32 and the weights in half precision. The norm is computed
             # in fp32.
@@ -119,8 +118,8 @@ class LayerNorm(Norm):
 
 
 def _add_one(weight: Tensor) -> Tensor:
-    """Return 1 + weight in fp32. A sum in 16 bits would round the weight."""
-    return weight.float() + 1
+    """Return 1 + weight in fp32, or in fp64 as it. A sum in 16 bits would round the weight."""
+    return weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1
 
 
 def _compute_rstd(x: Tensor, eps: float) -> Tensor:

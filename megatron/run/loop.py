@@ -134,12 +134,15 @@ def train_until_stop(run: Run) -> StopReason:
     while run.stop == StopReason.NONE and not is_finished(plan, state):
         before = state.iteration
         run.mesh.progress.iteration = before + 1
-        batch_size = plan.batch_size.get_size(state.consumed_samples, state.consumed_tokens)
-        tokens = batch_size * plan.get_seq_length(before + 1)
-        run.mesh.progress.begin_step(TRAINING, before + 1, tokens)
         # A skipped range counts as one step of the loop, but passes several iterations. Everything
         # below that is due at an interval is therefore given `before` as well.
         skipped = find_range(plan.skip_ranges, state.iteration + 1)
+        # It computes nothing, so the step after it may still be the first one.
+        tokens = 0
+        if skipped is None:
+            batch_size = plan.batch_size.get_size(state.consumed_samples, state.consumed_tokens)
+            tokens = batch_size * plan.get_seq_length(before + 1)
+        run.mesh.progress.begin_step(TRAINING, before + 1, tokens)
         with run.mesh.progress.allow_stop():
             wait_for_data(run, skips=skipped is not None)
         if run.mesh.progress.stopped:

@@ -274,10 +274,27 @@ def test_settings_without_effect_are_not_compared(
     assert [line.split()[0] for line in compare_models(saved, asked)] == expected
 
 
+def test_defaults_of_other_attention_may_be_written_out() -> None:
+    saved = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=4)
+    asked = dataclasses.replace(
+        saved,
+        latent_norm_epsilon=saved.layernorm_epsilon,
+        linear_norm_epsilon=saved.layernorm_epsilon,
+        linear_norm_placement=saved.norm_placement,
+        # It has no effect on weights that are loaded.
+        linear_time_step="log-uniform",
+    )
+    assert compare_models(saved, asked) == []
+    other = dataclasses.replace(asked, linear_norm_epsilon=1e-2, linear_allow_neg_eigval=True)
+    refused = [line.split()[0] for line in compare_models(saved, other)]
+    assert refused == ["--linear-allow-neg-eigval", "--linear-norm-epsilon"]
+
+
 def test_a_new_run_may_scale_the_rotary_frequencies_of_its_weights() -> None:
     saved = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=4)
     saved = dataclasses.replace(saved, position_embedding_type="rotary")
     longer = dataclasses.replace(saved, rope_scaling="llama3", rotary_base=5e5, seq_length=16)
+    longer = dataclasses.replace(longer, mscale=0.7, mscale_all_dim=1.0)
     refused = [line.split()[0] for line in compare_models(saved, longer)]
     assert {"--rope-scaling", "--rotary-base"} <= set(refused)
     assert not compare_models(saved, longer, finetune=True)

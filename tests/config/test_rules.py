@@ -234,6 +234,7 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     ({**LATENT, "num_query_groups": 1}, "leave out --num-query-groups 1"),
     ({**LATENT, "kv_channels": 8}, "leave out --kv-channels 8"),
     ({**LATENT, **COMPLETEP}, "it has no rule there; leave out --parametrization completep"),
+    ({**LATENT, "attention_output_gate": True}, "has no gate; leave out --attention-output-gate"),
     ({**LATENT, **HYBRID}, "it was not compared with gated delta nets"),
     (
         {**LATENT, "fp8_format": "e4m3", "fp8_recipe": "rowwise", "bf16": True},
@@ -551,6 +552,7 @@ FAILURES: list[tuple[dict[str, object], str]] = [
 ]
 
 UNUSUAL: list[tuple[dict[str, object], str]] = [
+    ({"save": "ckpt", "rehearsal": "exact"}, "--rehearsal exact trains without a checkpoint"),
     (HYBRID, "without --reset-attention-mask the state runs over the whole sample"),
     (
         {"kv_lora_rank": 96},

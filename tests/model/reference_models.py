@@ -638,10 +638,10 @@ FAMILIES = {
         "DeepseekV2",
         _DEEPSEEK_SIZES
         | {"q_lora_rank": None, "topk_method": "group_limited_greedy", "n_routed_experts": 6}
-        | {"n_group": 3, "topk_group": 2, "num_experts_per_tok": 3, "rope_parameters": _ROPE}
+        | {"n_group": 3, "topk_group": 2, "num_experts_per_tok": 4, "rope_parameters": _ROPE}
         | {"routed_scaling_factor": 3.0},
         _DEEPSEEK
-        | {"num_experts": 6, "moe_router_topk": 3, "moe_router_pre_softmax": True}
+        | {"num_experts": 6, "moe_router_topk": 4, "moe_router_pre_softmax": True}
         | {"moe_router_num_groups": 3, "moe_router_group_topk": 2, "moe_router_group_score": "max"}
         | {"moe_router_topk_scaling_factor": 3.0},
         _DEEPSEEK_NAMES | {"attention.query": "self_attn.q_proj"},

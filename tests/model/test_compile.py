@@ -284,7 +284,7 @@ def test_every_family_of_presets_is_compiled() -> None:
     without = families - {name.split("-")[0] for name in PRESETS}
     # Of a layer with experts, only the first half is compiled, and that is one of the others.
     of_experts = {"mixtral", "olmoe"}
-    # Latent attention is refused. `test_gated_delta_net.py` compiles a hybrid.
+    # Latent attention is refused. The long suite compiles a hybrid (`test_linear_layouts.py`).
     others = {"deepseek", "moonlight", "olmo"}
     assert without == {"tr1", "tr8", "pythia", "lauzhack"} | of_experts | others
 

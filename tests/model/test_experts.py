@@ -240,6 +240,9 @@ def test_only_the_best_groups_are_chosen() -> None:
     groups = {"moe_router_num_groups": 3, "moe_router_group_topk": 2}
     config = tiny_config(num_experts=9, moe_router_topk=4, **groups)
     assert choose_experts(scores, config).tolist() == [[0, 1, 6, 7]]
+    # By their best experts, the second and the third are the best groups.
+    config = dataclasses.replace(config, moe_router_group_score="max")
+    assert choose_experts(scores, config).tolist() == [[3, 6, 7, 8]]
 
 
 # ---- Auxiliary losses ----

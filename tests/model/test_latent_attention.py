@@ -18,6 +18,7 @@ from megatron.model.positions import Positions, make_scaled_rotary_table
 from megatron.model.shape import ModelShape
 
 LENGTH, HEADS, LATENT, PLAIN, ROTARY, VALUE = 24, 4, 12, 10, 6, 14
+EPSILON = 1e-6
 DEEPSEEK: dict[str, object] = {
     "multi_latent_attention": True,
     "q_lora_rank": 20,
@@ -29,7 +30,7 @@ DEEPSEEK: dict[str, object] = {
     "normalization": "RMSNorm",
     "add_bias_linear": False,
     "init_method_std": 0.3,
-    "latent_norm_epsilon": 1e-6,
+    "latent_norm_epsilon": EPSILON,
 }
 YARN: dict[str, object] = {
     "rope_scaling": "yarn",
@@ -78,7 +79,7 @@ def compute_formula(
 
     def normalise(latent: Tensor, norm: Any) -> Tensor:
         centred = latent - latent.mean(-1, keepdim=True)
-        scale = (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+        scale = (centred.square().mean(-1, keepdim=True) + EPSILON).sqrt()
         return centred / scale * norm.weight + norm.bias
 
     turn = torch.complex(cos, sin)[:, :, :, 0]  # [s, b, 1, pairs]
@@ -110,7 +111,7 @@ def compute_formula(
 def test_the_layer_is_the_formula(
     rank: int | None, documents: Documents | None, window: int | None
 ) -> None:
-    # Our RMSNorm always computes in fp32, and LayerNorm in fp64.
+    # The formula has the mean and the bias of LayerNorm.
     changes = {"q_lora_rank": rank, "normalization": "LayerNorm", "sliding_window": window}
     layer = build_layer(**YARN, **changes).double()
     ids = torch.arange(LENGTH)[:, None].expand(-1, 2).clone()

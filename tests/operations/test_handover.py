@@ -15,6 +15,7 @@ from operations.run_folder import FakeRun
 from process_pool import ProcessPool
 
 from megatron.base.errors import ConfigError, OperationsError
+from megatron.checkpoint.folder import list_saved_iterations
 from megatron.extras.operations.handover.record import TooFewStepsError, read_recorded_steps
 from megatron.extras.operations.handover.rehearsal import find_program
 
@@ -74,6 +75,19 @@ def test_the_log_of_another_trainer(recorded: Handover) -> None:
     log.write_text(text)
     code, answer, _ = recorded.rehearse(f"--from 8 --steps 2 --log {log}")
     assert (code, answer["verdict"]) == (1, "no go: iteration 10, loss")
+
+
+def test_a_rehearsal_saves_nothing_and_a_run_keeps_a_checkpoint_for_it(
+    pool: ProcessPool, corpus: str, tmp_path: Path
+) -> None:
+    run = Handover(pool, corpus, tmp_path / "run")
+    intervals = "--save-interval 1 --keep-latest-checkpoints 1"
+    log = run.train(f"{intervals} --rehearsal exact --exit-interval 2")
+    assert "warning: --rehearsal exact trains without a checkpoint" in log
+    assert list_saved_iterations(run.folder) == []
+    run.train(f"{intervals} --keep-for-handover 2 --exit-interval 5")
+    # The one after it will be old enough for the next checkpoint.
+    assert list_saved_iterations(run.folder) == [3, 4, 5]
 
 
 def test_a_refused_command_is_no_go(recorded: Handover) -> None:

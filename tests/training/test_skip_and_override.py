@@ -2,11 +2,14 @@
 
 import dataclasses
 import math
+from unittest import mock
 
 import pytest
-from process_pool import ProcessPool, succeed
+from process_pool import ProcessPool, pretrain, succeed
 from training.runs import Runner
 
+from megatron.extras.watch.watchdog.stopwatch import Stopwatch
+from megatron.parallel.rank_progress import FIRST_SECONDS, RankProgress
 from megatron.run.state import TrainState
 
 BATCH = 4
@@ -55,6 +58,30 @@ def test_curve_after_a_skip_equals_that_of_a_run_without_the_batches(
     last = run.metrics()[-1]
     assert last["consumed_samples"] == 10 * BATCH  # as in a run that trained them
     assert last["consumed_tokens"] == 10 * BATCH * 32
+
+
+def list_limits(argv: list[str]) -> list[tuple[int, float]]:
+    """Return the number of each step, and its limit with --hang-timeout auto."""
+    limits = []
+    begin = RankProgress.begin_step
+
+    def record(progress: RankProgress, kind: str, number: int, size: int = 0) -> None:
+        begin(progress, kind, number, size)
+        limits.append((number, Stopwatch(progress, None, 1.0).limit))
+
+    with mock.patch.object(RankProgress, "begin_step", record):
+        pretrain(argv)
+    return limits
+
+
+def test_the_first_step_after_a_skip_may_take_long(run: Runner, pool: ProcessPool) -> None:
+    flags = "--skip-train-iteration-range 1-2 5-6 --exit-interval 8"
+    outcomes = pool.run(1, list_limits, run.argv(flags))
+    succeed(outcomes)
+    # Iterations 1 and 2, and 5 and 6, are one step each.
+    numbers, limits = zip(*outcomes[0].value, strict=True)
+    assert numbers == (1, 3, 4, 5, 7, 8)
+    assert [limit == FIRST_SECONDS for limit in limits] == [True, True, False, False, False, False]
 
 
 @pytest.mark.parametrize("again", ["", "--skip-train-iteration-range 4-7"])

@@ -19,6 +19,7 @@ _FORBIDDEN = {
     "model.qk_norm": "the latent vectors have the norms",
     "model.softmax_type": "it was not compared with another softmax",
     "model.parametrization": "it has no rule there",
+    "model.attention_output_gate": "it has no gate",
     "model.experimental_attention_variant": "it was not compared with gated delta nets",
     "kernels.rope_fusion": "the kernel rotates a projection to queries, keys and values",
     "kernels.use_varlen_attention": "its kernel needs values as wide as keys",

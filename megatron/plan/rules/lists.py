@@ -41,6 +41,7 @@ from megatron.plan.rules.finding import (
     no_effect,
     no_effect_unless,
     no_effect_without,
+    warning,
 )
 
 _SAVE = "checkpoint.save"
@@ -187,6 +188,12 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     if_given(outputs.check_profile, "logging.profile_iterations", "logging.memory_snapshot"),
     if_given(kernels.check_float8, "precision.fp8_format"),
     # Warnings.
+    Forbids(
+        lambda config: True,
+        warning,
+        "trains without a checkpoint, and only tools/handover.py needs it",
+        ("checkpoint.rehearsal",),
+    ),
     no_effect_without(experts.NUMBER, "", *experts.FIELDS),
     no_effect_without(
         latent_attention.LATENT, "", *latent_attention.WIDTHS, *latent_attention.SCALES
