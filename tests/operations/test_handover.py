@@ -15,8 +15,9 @@ from operations.run_folder import FakeRun
 from process_pool import ProcessPool
 
 from megatron.base.errors import ConfigError, OperationsError
+from megatron.commands.handover import main
 from megatron.extras.operations.handover.record import TooFewStepsError, read_recorded_steps
-from megatron.extras.operations.handover.rehearsal import find_program
+from megatron.extras.operations.handover.rehearsal import ScratchFolder, find_program
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -120,6 +121,22 @@ def test_a_script_is_refused() -> None:
     for command in ([], ["bash", "train.sh"]):
         with pytest.raises(ConfigError, match=r"does not name pretrain_gpt\.py"):
             find_program(command)
+
+
+@pytest.mark.parametrize("limit", ["0", "-3", "nan", "inf"])
+def test_a_wrong_time_limit_is_refused(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["none", f"--time-limit={limit}", "--", "pretrain_gpt.py"]) == 2
+    assert f"--time-limit {limit} must be above 0" in capsys.readouterr().err
+
+
+def test_a_launcher_ends_its_workers_at_the_time_limit(tmp_path: Path) -> None:
+    """Those of torchrun are in sessions of their own, and hold the output open."""
+    launcher = 'setsid sleep 60 & trap "kill $!; exit 1" TERM; wait'
+    begin = time.monotonic()
+    with ScratchFolder(tmp_path) as scratch:
+        assert scratch.run(["sh", "-c", launcher], 0.5) == (None, [])
+    assert time.monotonic() - begin < 30
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_kill_leaves_nothing(run: FakeRun, tmp_path: Path) -> None:
