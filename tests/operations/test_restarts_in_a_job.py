@@ -310,18 +310,22 @@ UNTIL_SIGNAL = "for i in $(seq 20); do sleep 0.05; [ -e SIGNALLED ] && exit 0; d
 
 
 @pytest.mark.parametrize(
-    ("n2", "changes", "grows"), [("idle", 1, True), ("idle", 4, False), ("idle*", 1, False)]
+    ("n2", "changes", "used", "grows"),
+    [("idle", 1, 3, True), ("idle", 4, 3, False), ("idle*", 1, 3, False), ("idle", 1, 2, True)],
 )
 def test_training_takes_a_lost_node_back(
-    n2: str, changes: int, grows: bool, slurm: Path, monkeypatch: pytest.MonkeyPatch
+    n2: str, changes: int, used: int, grows: bool, slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends after the next save, and is requeued, but not again and again."""
+    """It ends after the next save, and is requeued, but not again and again.
+
+    A layout may leave a good node idle, which need not come back.
+    """
     step = UNTIL_SIGNAL.replace("SIGNALLED", str(slurm / "signalled"))
     job = make_small_job(slurm, [LOSE_N2, step], n2)
     iterations = iter(range(1000))
     monkeypatch.setattr(fewer_nodes, "read_reached_iteration", lambda save: next(iterations))
     monkeypatch.setattr(fewer_nodes, "_LONGEST_POLL", 0.02)
-    found = NodeLayout(3, ("--zero-stage", "1"), 1.0, "text")
+    found = NodeLayout(used, ("--zero-stage", "1"), 1.0, "text")
     monkeypatch.setattr(start, "choose_layout", lambda *arguments: found)
     for _ in range(changes - 1):
         HostExclusion(job.task.save, print).record("restart", {"nodes": 3})
