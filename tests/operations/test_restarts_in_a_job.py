@@ -347,9 +347,12 @@ def test_training_takes_a_lost_node_back(
         ("--fewer-nodes 3 --grow-after nan", "--grow-after nan must be 0 or more"),
         ("--fewer-nodes 3 --max-restarts 0", "--fewer-nodes needs --max-restarts above 0"),
         ("--fewer-nodes 3 -- pretrain_gpt.py --deepspeed", "is not possible with --deepspeed"),
+        ("--fewer-nodes 3 --train-nodes 3", "--fewer-nodes 3 must be below --train-nodes 3"),
+        ("--handover-steps 0", "--handover-steps 0 must be 1 or more"),
+        ("--handover-required", "--handover-required needs --handover-steps"),
     ],
 )
-def test_fewer_nodes_that_are_refused(
+def test_options_that_are_refused(
     options: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own, _, command = options.partition(" -- ")
