@@ -110,6 +110,15 @@ def test_crash_starts_the_training_again_in_the_same_job(slurm: Path) -> None:
     assert began == [False, True]
 
 
+def test_failed_step_of_the_spares_is_not_taken_for_the_crash(slurm: Path) -> None:
+    job = FakeJob(slurm, [f"sleep 0.5; {CRASH}", COMPLETE])
+    failure = "echo 'srun: error: n4: task 0: Exited with exit code 1' >&2; exit 1"
+    (slurm / "srun").write_text((slurm / "srun").read_text().replace("exit ;;", f"{failure} ;;"))
+    assert job.run(train_nodes=3) == TaskOutcome.COMPLETE
+    (event,) = job.events("restart")
+    assert "n2: task 3: Killed" in event.details["reason"]
+
+
 def test_used_budget_requeues_and_gives_the_last_reason(slurm: Path) -> None:
     job = FakeJob(slurm, [CRASH] * 3)
     assert job.run(max_restarts=1, max_failed_starts=9) == TaskOutcome.CRASHED
