@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -113,6 +114,26 @@ def test_a_rollback_and_another_number_of_samples(run: FakeRun) -> None:
     run.metrics.write_text(text)
     with pytest.raises(OperationsError, match="belongs to another run"):
         read_recorded_steps(run.root, 4, 4)
+
+
+def test_another_lineage_does_not_count(run: FakeRun, tmp_path: Path) -> None:
+    """Iterations repeat after a rollback, and so do names of checkpoints."""
+    run.launch(9, 12)
+    folder = run.root / "global_step8"
+    shutil.copytree(folder, tmp_path / "undone")
+    run.back_to(4)
+    run.launch(5, 8, scale=2.0)
+    found = read_recorded_steps(run.root, None, 4)
+    assert (found.iteration, found.steps[5]["lm_loss"]) == (4, 4.0)
+    with pytest.raises(TooFewStepsError, match="iteration 9 after global_step8 is not recorded"):
+        read_recorded_steps(run.root, 8, 4)
+    with pytest.raises(OperationsError, match=r"are: global_step4, global_step8$"):
+        read_recorded_steps(run.root, 12, 1)
+    run.launch(9, 12)
+    shutil.rmtree(folder)
+    shutil.copytree(tmp_path / "undone", folder)
+    with pytest.raises(OperationsError, match=r"are: global_step4, global_step12$"):
+        read_recorded_steps(run.root, 8, 4)
 
 
 def test_a_script_is_refused() -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from megatron.extras.operations.slurm import fewer_nodes, start
 from megatron.extras.operations.slurm.array_task import run_array_task
 from megatron.extras.operations.slurm.attempts import FILE, Attempt
 from megatron.extras.operations.slurm.exclusion import HostExclusion
-from megatron.extras.operations.slurm.fewer_nodes import NodeLayout
+from megatron.extras.operations.slurm.fewer_nodes import NodeLayout, ReturnWatch
 from megatron.extras.operations.slurm.start import TaskOutcome
 from megatron.observe.chronicle import CHRONICLE
 from megatron.observe.log_line import format_training_complete_line
@@ -346,6 +347,49 @@ def test_training_takes_a_lost_node_back(
         assert "n2 can be used again; the next save ends this step" in job.log()
         assert (slurm / "scancel-calls").read_text() == "--signal=USR2 12\n"
         assert job.events("restart")[-1].details["nodes"] == 4
+
+
+def test_lost_host_must_be_healthy_and_the_run_must_have_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock has 16 s between two queries. The host is away in one of them."""
+    clock = SimpleNamespace(seconds=0.0, monotonic=lambda: clock.seconds, time=time.time)
+    ended = []
+
+    def wait(poll: float) -> bool:
+        clock.seconds += poll
+        return clock.seconds > 1000 or bool(ended)
+
+    def list_idle(hosts: list[str]) -> list[str]:
+        return [] if clock.seconds == 64 else hosts
+
+    def end_steps(_: str) -> bool:
+        ended.append(clock.seconds)
+        return True
+
+    monkeypatch.setattr(fewer_nodes, "time", clock)
+    monkeypatch.setattr(
+        fewer_nodes, "read_reached_iteration", lambda save: 8 if clock.seconds > 300 else 7
+    )
+    monkeypatch.setattr(fewer_nodes.client, "list_idle_hosts", list_idle)
+    monkeypatch.setattr(fewer_nodes.client, "signal_steps", end_steps)
+    logged: list[float] = []
+    watch = ReturnWatch(["n2"], 1, 1.0, tmp_path, lambda text: logged.append(clock.seconds))
+    monkeypatch.setattr(watch._end, "wait", wait)
+    watch._watch()
+    assert (logged, ended) == ([144.0], [304.0])
+
+
+def test_only_recent_changes_of_the_nodes_count(tmp_path: Path) -> None:
+    chronicle = HostExclusion(tmp_path, print)
+    chronicle.record("restart", {"nodes": 3})
+    path = tmp_path / CHRONICLE
+    event = json.loads(path.read_text())
+    path.write_text(json.dumps({**event, "time": "2026-01-31T12:00:00+00:00"}) + "\n")
+    chronicle.record("restart", {"reason": "a crash"})
+    assert fewer_nodes.count_changes(tmp_path) == 0
+    chronicle.record("restart", {"nodes": 4})
+    assert fewer_nodes.count_changes(tmp_path) == 1
 
 
 @pytest.mark.parametrize(
