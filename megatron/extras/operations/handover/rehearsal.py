@@ -215,7 +215,7 @@ class ScratchFolder:
         # The end of the output explains a failure.
         last: deque[str] = deque(maxlen=30)
         for line in started.stdout:
-            last.append(make_plain(line))
+            last.append(make_plain(line.rstrip("\n")))
             print_to_stderr(last[-1])
         code = started.wait()
         ended.set()
