@@ -1,6 +1,7 @@
 """tools/handover.py: recorded steps are trained again, and what differs is named."""
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -8,17 +9,21 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from operations.rehearsing import Handover
-from operations.run_folder import FakeRun
+from operations.run_folder import STARTED, FakeRun
 from process_pool import ProcessPool
 
+from megatron.base.error_report import FOLDER_VARIABLE
 from megatron.base.errors import ConfigError, OperationsError
 from megatron.commands.handover import main
+from megatron.extras.operations.handover import rehearsal
 from megatron.extras.operations.handover.record import TooFewStepsError, read_recorded_steps
 from megatron.extras.operations.handover.rehearsal import ScratchFolder, find_program
+from megatron.observe.chronicle import CHRONICLE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -136,6 +141,14 @@ def test_another_lineage_does_not_count(run: FakeRun, tmp_path: Path) -> None:
         read_recorded_steps(run.root, 8, 4)
 
 
+def test_the_start_that_trained_the_steps_counts(run: FakeRun) -> None:
+    with (run.root / CHRONICLE).open("w") as file:
+        for minutes, version in ((0, "first"), (2, "second"), (60, "third")):
+            event = {"time": (STARTED + timedelta(minutes=minutes)).isoformat(), "kind": "start"}
+            print(json.dumps({**event, "iteration": 0, "details": {"version": version}}), file=file)
+    assert read_recorded_steps(run.root, 4, 4).start == {"version": "second"}
+
+
 def test_a_script_is_refused() -> None:
     """It could leave out the flags that keep the rehearsal from the folder of the run."""
     assert find_program(["torchrun", "--nproc-per-node", "2", "a/pretrain_gpt.py", "--lr"]) == 4
@@ -157,6 +170,32 @@ def test_a_launcher_ends_its_workers_at_the_time_limit(tmp_path: Path) -> None:
     with ScratchFolder(tmp_path) as scratch:
         assert scratch.run(["sh", "-c", launcher], 0.5) == (None, [])
     assert time.monotonic() - begin < 30
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_the_user_reads_the_folder_and_errors_are_not_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reports would be taken for those of a training in the same job."""
+    monkeypatch.setenv(FOLDER_VARIABLE, "reports")
+    with ScratchFolder(tmp_path) as scratch:
+        assert scratch.path.stat().st_mode & 0o777 == 0o700
+        assert scratch.run(["sh", "-c", f'echo "[${FOLDER_VARIABLE}]"'], None) == (0, ["[]"])
+
+
+@pytest.mark.full
+def test_what_ignores_the_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal, "_END_SECONDS", 1)
+    stubborn = ["sh", "-c", "trap '' TERM; echo begun; sleep 60; sleep 60"]
+    with ScratchFolder(tmp_path) as scratch:
+        assert scratch.run(stubborn, 1.0) == (None, ["begun"])
+    with ScratchFolder(tmp_path) as scratch:
+        process = subprocess.Popen(stubborn, start_new_session=True, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begun\n"
+        assert scratch._remover.stdin is not None
+        scratch._remover.stdin.write(f"{process.pid}\n")
+    assert process.wait(1.0) == -signal.SIGKILL
     assert not list(tmp_path.iterdir())
 
 
