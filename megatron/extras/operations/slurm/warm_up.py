@@ -68,7 +68,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
+        # A process that waits for a file system may not end. The training must not wait for it.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_SECONDS)
 
 
 def list_index_files(words: Sequence[str]) -> list[Path]:
