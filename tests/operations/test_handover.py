@@ -186,13 +186,13 @@ def test_only_the_user_reads_the_folder_and_errors_are_not_reported(
 @pytest.mark.full
 def test_what_ignores_the_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rehearsal, "_END_SECONDS", 1)
-    stubborn = ["sh", "-c", "trap '' TERM; echo begun; sleep 60; sleep 60"]
+    stubborn = ["sh", "-c", "trap '' TERM; echo ready; sleep 60; sleep 60"]
     with ScratchFolder(tmp_path) as scratch:
-        assert scratch.run(stubborn, 1.0) == (None, ["begun"])
+        assert scratch.run(stubborn, 1.0) == (None, ["ready"])
     with ScratchFolder(tmp_path) as scratch:
         process = subprocess.Popen(stubborn, start_new_session=True, stdout=subprocess.PIPE)
         assert process.stdout is not None
-        assert process.stdout.readline() == b"begun\n"
+        assert process.stdout.readline() == b"ready\n"
         assert scratch._remover.stdin is not None
         scratch._remover.stdin.write(f"{process.pid}\n")
     assert process.wait(1.0) == -signal.SIGKILL

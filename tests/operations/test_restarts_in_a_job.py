@@ -353,8 +353,9 @@ def test_lost_host_must_be_healthy_and_the_run_must_have_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The clock has 16 s between two queries. The host is away in one of them."""
-    clock = SimpleNamespace(seconds=0.0, monotonic=lambda: clock.seconds, time=time.time)
-    ended = []
+    clock = SimpleNamespace(seconds=0.0, time=time.time)
+    clock.monotonic = lambda: clock.seconds
+    ended: list[float] = []
 
     def wait(poll: float) -> bool:
         clock.seconds += poll
