@@ -14,6 +14,7 @@ command had too little time.
 
 import contextlib
 import json
+import math
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -157,6 +158,8 @@ def _hand_over(options: HandoverArguments, command: Sequence[str]) -> int:
     """
     if options.steps < 1:
         raise ConfigError(f"--steps {options.steps} must be 1 or more.")
+    if options.time_limit is not None and not 0 < options.time_limit < math.inf:
+        raise ConfigError(f"--time-limit {options.time_limit:g} must be above 0 seconds.")
     if options.scratch is not None and not options.scratch.is_dir():
         raise ConfigError(f"--scratch {options.scratch} is no folder. Create it first.")
     # Mistakes are reported before the command starts.

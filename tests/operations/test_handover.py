@@ -1,23 +1,30 @@
 """tools/handover.py: recorded steps are trained again, and what differs is named."""
 
 import hashlib
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from operations.rehearsing import Handover
-from operations.run_folder import FakeRun
+from operations.run_folder import STARTED, FakeRun
 from process_pool import ProcessPool
 
+from megatron.base.error_report import FOLDER_VARIABLE
 from megatron.base.errors import ConfigError, OperationsError
 from megatron.checkpoint.folder import list_saved_iterations
+from megatron.commands.handover import main
+from megatron.extras.operations.handover import rehearsal
 from megatron.extras.operations.handover.record import TooFewStepsError, read_recorded_steps
-from megatron.extras.operations.handover.rehearsal import find_program
+from megatron.extras.operations.handover.rehearsal import ScratchFolder, find_program
+from megatron.observe.chronicle import CHRONICLE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -128,12 +135,82 @@ def test_a_rollback_and_another_number_of_samples(run: FakeRun) -> None:
         read_recorded_steps(run.root, 4, 4)
 
 
+def test_another_lineage_does_not_count(run: FakeRun, tmp_path: Path) -> None:
+    """Iterations repeat after a rollback, and so do names of checkpoints."""
+    run.launch(9, 12)
+    folder = run.root / "global_step8"
+    shutil.copytree(folder, tmp_path / "undone")
+    run.back_to(4)
+    run.launch(5, 8, scale=2.0)
+    found = read_recorded_steps(run.root, None, 4)
+    assert (found.iteration, found.steps[5]["lm_loss"]) == (4, 4.0)
+    with pytest.raises(TooFewStepsError, match="iteration 9 after global_step8 is not recorded"):
+        read_recorded_steps(run.root, 8, 4)
+    with pytest.raises(OperationsError, match=r"are: global_step4, global_step8$"):
+        read_recorded_steps(run.root, 12, 1)
+    run.launch(9, 12)
+    shutil.rmtree(folder)
+    shutil.copytree(tmp_path / "undone", folder)
+    with pytest.raises(OperationsError, match=r"are: global_step4, global_step12$"):
+        read_recorded_steps(run.root, 8, 4)
+
+
+def test_the_start_that_trained_the_steps_counts(run: FakeRun) -> None:
+    with (run.root / CHRONICLE).open("w") as file:
+        for minutes, version in ((0, "first"), (2, "second"), (60, "third")):
+            event = {"time": (STARTED + timedelta(minutes=minutes)).isoformat(), "kind": "start"}
+            print(json.dumps({**event, "iteration": 0, "details": {"version": version}}), file=file)
+    assert read_recorded_steps(run.root, 4, 4).start == {"version": "second"}
+
+
 def test_a_script_is_refused() -> None:
     """It could leave out the flags that keep the rehearsal from the folder of the run."""
     assert find_program(["torchrun", "--nproc-per-node", "2", "a/pretrain_gpt.py", "--lr"]) == 4
     for command in ([], ["bash", "train.sh"]):
         with pytest.raises(ConfigError, match=r"does not name pretrain_gpt\.py"):
             find_program(command)
+
+
+@pytest.mark.parametrize("limit", ["0", "-3", "nan", "inf"])
+def test_a_wrong_time_limit_is_refused(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["none", f"--time-limit={limit}", "--", "pretrain_gpt.py"]) == 2
+    assert f"--time-limit {limit} must be above 0" in capsys.readouterr().err
+
+
+def test_a_launcher_ends_its_workers_at_the_time_limit(tmp_path: Path) -> None:
+    """Those of torchrun are in sessions of their own, and hold the output open."""
+    launcher = 'setsid sleep 60 & trap "kill $!; exit 1" TERM; wait'
+    begin = time.monotonic()
+    with ScratchFolder(tmp_path) as scratch:
+        assert scratch.run(["sh", "-c", launcher], 0.5) == (None, [])
+    assert time.monotonic() - begin < 30
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_the_user_reads_the_folder_and_errors_are_not_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reports would be taken for those of a training in the same job."""
+    monkeypatch.setenv(FOLDER_VARIABLE, "reports")
+    with ScratchFolder(tmp_path) as scratch:
+        assert scratch.path.stat().st_mode & 0o777 == 0o700
+        assert scratch.run(["sh", "-c", f'echo "[${FOLDER_VARIABLE}]"'], None) == (0, ["[]"])
+
+
+@pytest.mark.full
+def test_what_ignores_the_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal, "_END_SECONDS", 1)
+    stubborn = ["sh", "-c", "trap '' TERM; echo ready; sleep 60; sleep 60"]
+    with ScratchFolder(tmp_path) as scratch:
+        assert scratch.run(stubborn, 1.0) == (None, ["ready"])
+    with ScratchFolder(tmp_path) as scratch:
+        process = subprocess.Popen(stubborn, start_new_session=True, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        assert scratch._remover.stdin is not None
+        scratch._remover.stdin.write(f"{process.pid}\n")
+    assert process.wait(1.0) == -signal.SIGKILL
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_kill_leaves_nothing(run: FakeRun, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from megatron.extras.operations.slurm import fewer_nodes, start
 from megatron.extras.operations.slurm.array_task import run_array_task
 from megatron.extras.operations.slurm.attempts import FILE, Attempt
 from megatron.extras.operations.slurm.exclusion import HostExclusion
-from megatron.extras.operations.slurm.fewer_nodes import NodeLayout
+from megatron.extras.operations.slurm.fewer_nodes import NodeLayout, ReturnWatch
 from megatron.extras.operations.slurm.start import TaskOutcome
 from megatron.observe.chronicle import CHRONICLE
 from megatron.observe.log_line import format_training_complete_line
@@ -108,6 +109,15 @@ def test_crash_starts_the_training_again_in_the_same_job(slurm: Path) -> None:
     records = [json.loads(line) for line in (job.task.save / FILE).read_text().splitlines()]
     began = [record["began"]["is_restart"] for record in records if "began" in record]
     assert began == [False, True]
+
+
+def test_failed_step_of_the_spares_is_not_taken_for_the_crash(slurm: Path) -> None:
+    job = FakeJob(slurm, [f"sleep 0.5; {CRASH}", COMPLETE])
+    failure = "echo 'srun: error: n4: task 0: Exited with exit code 1' >&2; exit 1"
+    (slurm / "srun").write_text((slurm / "srun").read_text().replace("exit ;;", f"{failure} ;;"))
+    assert job.run(train_nodes=3) == TaskOutcome.COMPLETE
+    (event,) = job.events("restart")
+    assert "n2: task 3: Killed" in event.details["reason"]
 
 
 def test_used_budget_requeues_and_gives_the_last_reason(slurm: Path) -> None:
@@ -310,18 +320,22 @@ UNTIL_SIGNAL = "for i in $(seq 20); do sleep 0.05; [ -e SIGNALLED ] && exit 0; d
 
 
 @pytest.mark.parametrize(
-    ("n2", "changes", "grows"), [("idle", 1, True), ("idle", 4, False), ("idle*", 1, False)]
+    ("n2", "changes", "used", "grows"),
+    [("idle", 1, 3, True), ("idle", 4, 3, False), ("idle*", 1, 3, False), ("idle", 1, 2, True)],
 )
 def test_training_takes_a_lost_node_back(
-    n2: str, changes: int, grows: bool, slurm: Path, monkeypatch: pytest.MonkeyPatch
+    n2: str, changes: int, used: int, grows: bool, slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends after the next save, and is requeued, but not again and again."""
+    """It ends after the next save, and is requeued, but not again and again.
+
+    A layout may leave a good node idle, which need not come back.
+    """
     step = UNTIL_SIGNAL.replace("SIGNALLED", str(slurm / "signalled"))
     job = make_small_job(slurm, [LOSE_N2, step], n2)
     iterations = iter(range(1000))
     monkeypatch.setattr(fewer_nodes, "read_reached_iteration", lambda save: next(iterations))
     monkeypatch.setattr(fewer_nodes, "_LONGEST_POLL", 0.02)
-    found = NodeLayout(3, ("--zero-stage", "1"), 1.0, "text")
+    found = NodeLayout(used, ("--zero-stage", "1"), 1.0, "text")
     monkeypatch.setattr(start, "choose_layout", lambda *arguments: found)
     for _ in range(changes - 1):
         HostExclusion(job.task.save, print).record("restart", {"nodes": 3})
@@ -335,6 +349,50 @@ def test_training_takes_a_lost_node_back(
         assert job.events("restart")[-1].details["nodes"] == 4
 
 
+def test_lost_host_must_be_healthy_and_the_run_must_have_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock has 16 s between two queries. The host is away in one of them."""
+    clock = SimpleNamespace(seconds=0.0, time=time.time)
+    clock.monotonic = lambda: clock.seconds
+    ended: list[float] = []
+
+    def wait(poll: float) -> bool:
+        clock.seconds += poll
+        return clock.seconds > 1000 or bool(ended)
+
+    def list_idle(hosts: list[str]) -> list[str]:
+        return [] if clock.seconds == 64 else hosts
+
+    def end_steps(_: str) -> bool:
+        ended.append(clock.seconds)
+        return True
+
+    monkeypatch.setattr(fewer_nodes, "time", clock)
+    monkeypatch.setattr(
+        fewer_nodes, "read_reached_iteration", lambda save: 8 if clock.seconds > 300 else 7
+    )
+    monkeypatch.setattr(fewer_nodes.client, "list_idle_hosts", list_idle)
+    monkeypatch.setattr(fewer_nodes.client, "signal_steps", end_steps)
+    logged: list[float] = []
+    watch = ReturnWatch(["n2"], 1, 1.0, tmp_path, lambda text: logged.append(clock.seconds))
+    monkeypatch.setattr(watch._end, "wait", wait)
+    watch._watch()
+    assert (logged, ended) == ([144.0], [304.0])
+
+
+def test_only_recent_changes_of_the_nodes_count(tmp_path: Path) -> None:
+    chronicle = HostExclusion(tmp_path, print)
+    chronicle.record("restart", {"nodes": 3})
+    path = tmp_path / CHRONICLE
+    event = json.loads(path.read_text())
+    path.write_text(json.dumps({**event, "time": "2026-01-31T12:00:00+00:00"}) + "\n")
+    chronicle.record("restart", {"reason": "a crash"})
+    assert fewer_nodes.count_changes(tmp_path) == 0
+    chronicle.record("restart", {"nodes": 4})
+    assert fewer_nodes.count_changes(tmp_path) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -343,9 +401,12 @@ def test_training_takes_a_lost_node_back(
         ("--fewer-nodes 3 --grow-after nan", "--grow-after nan must be 0 or more"),
         ("--fewer-nodes 3 --max-restarts 0", "--fewer-nodes needs --max-restarts above 0"),
         ("--fewer-nodes 3 -- pretrain_gpt.py --deepspeed", "is not possible with --deepspeed"),
+        ("--fewer-nodes 3 --train-nodes 3", "--fewer-nodes 3 must be below --train-nodes 3"),
+        ("--handover-steps 0", "--handover-steps 0 must be 1 or more"),
+        ("--handover-required", "--handover-required needs --handover-steps"),
     ],
 )
-def test_fewer_nodes_that_are_refused(
+def test_options_that_are_refused(
     options: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own, _, command = options.partition(" -- ")

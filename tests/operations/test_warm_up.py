@@ -62,6 +62,15 @@ def test_job_without_spares_has_no_such_step(
     assert not (tmp_path / "called").exists()
 
 
+def test_job_without_srun_is_not_ended_by_it(
+    allocation: Allocation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step of the training reports that."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with warm_up.warm_spares(allocation, [], ["pretrain_gpt.py"], tmp_path / "log.txt"):
+        pass
+
+
 def test_files_of_the_index_are_found_in_any_word(tmp_path: Path) -> None:
     prefix, other = tmp_path / "a_text_document", tmp_path / "b_text_document"
     cache = tmp_path / "cache"

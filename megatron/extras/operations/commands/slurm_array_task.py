@@ -73,6 +73,10 @@ def check_arguments(options: ArrayTaskArguments) -> Iterator[Finding]:
         yield error(f"--restart-hours {options.restart_hours:g} must be above 0")
     if options.train_nodes is not None and options.train_nodes < 1:
         yield error(f"--train-nodes {options.train_nodes} must be 1 or more")
+    if options.handover_steps is not None and options.handover_steps < 1:
+        yield error(f"--handover-steps {options.handover_steps} must be 1 or more")
+    if options.handover_required and options.handover_steps is None:
+        yield error("--handover-required needs --handover-steps")
 
 
 def check_fewer_nodes(options: ArrayTaskArguments, command: Sequence[str]) -> Iterator[Finding]:
@@ -84,6 +88,8 @@ def check_fewer_nodes(options: ArrayTaskArguments, command: Sequence[str]) -> It
         return
     if least < 1:
         yield error(f"--fewer-nodes {least} must be 1 or more, or never")
+    if options.train_nodes is not None and least >= options.train_nodes:
+        yield error(f"--fewer-nodes {least} must be below --train-nodes {options.train_nodes}")
     if not options.grow_after >= 0:
         yield error(f"--grow-after {options.grow_after:g} must be 0 or more")
     if options.max_restarts == 0:

@@ -76,8 +76,6 @@ class HandoverComparison:
     """Names of quantities that one of the two did not record."""
     changes: Mapping[str, Sequence[str | None]]
     """What differs between both starts -> its value in the record, and in the rehearsal."""
-    last: int | None
-    """The last step that was trained again."""
     drift: Mapping[tuple[int, str], float] = field(default_factory=dict)
     """(iteration, key) -> largest relative drift of the perturbed rehearsal up to it."""
 
@@ -179,8 +177,7 @@ def compare_steps(
                 limit = max(_FOREIGN_BOUND[key], limit)
             difference = _compare(*pair, is_exact=is_exact)
             quantities.append(ComparedQuantity(iteration, name, *pair, difference, limit))
-    last = max((at for at in record.steps if at in steps), default=None)
-    return HandoverComparison(quantities, tuple(missing), changes, last, drift)
+    return HandoverComparison(quantities, tuple(missing), changes, drift)
 
 
 def _is_loss(key: str) -> bool:

@@ -37,15 +37,19 @@ _UNSET = (
     *("--profile-iterations", "--local-dir"),
 )
 """Flags that a rehearsal does without, because they write elsewhere or end the run."""
+_END_SECONDS = 40
+"""Time in which a launcher ends its workers after SIGTERM.
+
+Those of torchrun are in sessions of their own. It waits 30 s for them, and then kills them.
+"""
 _REMOVE = r"""
 trap '' HUP INT TERM
 while read -r line; do group=$line; done
-for signal in TERM KILL; do
-    for second in 1 2 3 4 5 6 7 8 9 10; do
-        [ -n "$group" ] && kill -s "$signal" -- "-$group" 2>/dev/null || break
-        sleep 1
-    done
+[ -n "$group" ] && kill -s TERM -- "-$group" 2>/dev/null && for second in $(seq "$2"); do
+    sleep 1
+    kill -s 0 -- "-$group" 2>/dev/null || break
 done
+[ -n "$group" ] && kill -s KILL -- "-$group" 2>/dev/null
 rm -rf -- "$1"
 """
 """What waits for the end of this process, ends what is left of the command, and removes the folder.
@@ -145,7 +149,7 @@ class ScratchFolder:
         self.path = parent.absolute() / f"handover-{uuid.uuid4().hex}"
         # What removes the folder comes first, so that no kill leaves it.
         self._remover = subprocess.Popen(
-            ["/bin/sh", "-c", _REMOVE, "sh", str(self.path)],
+            ["/bin/sh", "-c", _REMOVE, "sh", str(self.path), str(_END_SECONDS)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -196,10 +200,13 @@ class ScratchFolder:
         started.stdin.write("start\n")
         started.stdin.close()
         out_of_time = threading.Event()
+        ended = threading.Event()
 
         def end() -> None:
             out_of_time.set()
-            os.killpg(started.pid, signal.SIGKILL)
+            os.killpg(started.pid, signal.SIGTERM)
+            if not ended.wait(_END_SECONDS):
+                os.killpg(started.pid, signal.SIGKILL)
 
         timer = threading.Timer(limit or threading.TIMEOUT_MAX, end)
         # It must not keep the interpreter alive after an error.
@@ -208,9 +215,10 @@ class ScratchFolder:
         # The end of the output explains a failure.
         last: deque[str] = deque(maxlen=30)
         for line in started.stdout:
-            last.append(make_plain(line))
+            last.append(make_plain(line.rstrip("\n")))
             print_to_stderr(last[-1])
         code = started.wait()
+        ended.set()
         timer.cancel()
         if out_of_time.is_set():
             return None, list(last)

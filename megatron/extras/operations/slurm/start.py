@@ -388,7 +388,8 @@ class TrainingStarts:
             }
             # A complete training lacks no host, and nothing is watched.
             lost = self.allocation.lost_hosts
-            missing = self.allocation.complete - len(hosts)
+            # Good hosts that the smaller layout leaves idle are there already.
+            missing = self.allocation.complete - len(self.allocation.good_hosts)
             with ReturnWatch(lost, missing, task.grow_after, task.save, self._log) as watch:
                 code = self._run_step(
                     hosts,

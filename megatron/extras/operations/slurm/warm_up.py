@@ -36,7 +36,7 @@ def warm_spares(
         allocation: The hosts of the job.
         srun: More options of srun.
         command: The training.
-        main_log: The log of the run. It gets a line for each spare node.
+        main_log: The log of the run. It gets a line for each spare node that has read all.
     """
     used = allocation.train_hosts
     spares = {host: 1 for host in allocation.good_hosts if host not in used}
@@ -50,8 +50,9 @@ def warm_spares(
     process = None
     # Without srun, the training reports the error.
     with contextlib.suppress(OSError), open(main_log, "ab") as log_file:
+        # Its errors would be taken for those of the training.
         process = subprocess.Popen(
-            line, stdin=subprocess.DEVNULL, stdout=log_file, stderr=log_file, cwd=folder
+            line, stdin=subprocess.DEVNULL, stdout=log_file, stderr=subprocess.DEVNULL, cwd=folder
         )
     try:
         yield
@@ -67,7 +68,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait(_END_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
+        # A process that waits for a file system may not end. The training must not wait for it.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_SECONDS)
 
 
 def list_index_files(words: Sequence[str]) -> list[Path]:
