@@ -129,7 +129,9 @@ class ExpertFields:
         with_experts = list(range(layers))
         if self.with_mlp:
             only = hf.get("mlp_only_layers") or []
-            step = int(hf.get("decoder_sparse_step") or 1)
+            step = int(hf.get("decoder_sparse_step", 1))
+            if step < 1:
+                raise ConfigError(f"decoder_sparse_step {step} must be at least 1")
             with_experts = [at for at in with_experts if at not in only and (at + 1) % step == 0]
             if not with_experts:
                 raise ConfigError(
