@@ -272,11 +272,22 @@ _DERIVED_FFN = Derived("ffn_hidden_size", lambda m: 4 * m.hidden_size)
 _ONE_HEAD_A_GROUP = Derived("num_query_groups", lambda m: m.num_attention_heads)
 
 
-_DEEPSEEK: tuple[Pair, ...] = (
-    _SILU,
-    Biases(attention=False, mlp=False),
-    Needed(_INPUT_NORM | _NO_QK_NORM | _EVERY_TOKEN | _EVERY_ROPE),
-)
+def _make_deepseek(version: Literal["V2", "V3"], **more: Any) -> Architecture:
+    """Return an architecture with latent attention."""
+    return _make_llama_like(
+        f"deepseek_{version.lower()}",
+        f"Deepseek{version}ForCausalLM",
+        LatentRope(),
+        _SILU,
+        Biases(attention=False, mlp=False),
+        Needed(_INPUT_NORM | _NO_QK_NORM | _EVERY_TOKEN | _EVERY_ROPE),
+        modules=_LLAMA_MODULES | LATENT_MODULES,
+        experts=(DeepseekExperts(version), ExpertNames()),
+        latents=Latents(),
+        **more,
+    )
+
+
 ARCHITECTURES: tuple[Architecture, ...] = (
     _make_llama_like(
         "llama",
@@ -427,24 +438,12 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             StackedExpertNames(),
         ),
     ),
-    _make_llama_like(
-        "deepseek_v2",
-        "DeepseekV2ForCausalLM",
-        LatentRope(),
-        *_DEEPSEEK,
-        modules=_LLAMA_MODULES | LATENT_MODULES,
-        experts=(DeepseekExperts("V2"), ExpertNames()),
-        latents=Latents(),
+    _make_deepseek(
+        "V2",
         hf_fields={"attention_bias": False, "mlp_bias": False, "scoring_func": "softmax"},
     ),
-    _make_llama_like(
-        "deepseek_v3",
-        "DeepseekV3ForCausalLM",
-        LatentRope(),
-        *_DEEPSEEK,
-        modules=_LLAMA_MODULES | LATENT_MODULES,
-        experts=(DeepseekExperts("V3"), ExpertNames()),
-        latents=Latents(),
+    _make_deepseek(
+        "V3",
         hf_fields={"attention_bias": False, "rope_interleave": True, "scoring_func": "sigmoid"},
         # The class does not read it either.
         left_out={r"model\.layers\.61\..*": "a layer that predicts a second token"},

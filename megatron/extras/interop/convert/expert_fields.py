@@ -1,6 +1,5 @@
 """Experts in classes of `transformers`: their fields, and the names of their tensors."""
 
-import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,15 +10,13 @@ from torch import Tensor
 
 from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
-from megatron.extras.interop.convert.fields import describe_expert_layers, describe_setting
+from megatron.extras.interop.convert.fields import (
+    EXPERT_DEFAULTS,
+    describe_expert_layers,
+    describe_setting,
+)
 from megatron.model.shape import ModelShape
 
-_DEFAULTS = {
-    each.name: each.default
-    for each in dataclasses.fields(ModelConfig)
-    if each.name == "num_experts" or each.name.startswith("moe_")
-}
-"""Each field of `ModelConfig` about experts -> its default."""
 _READ = {
     "num_experts",
     "moe_router_topk",
@@ -38,7 +35,7 @@ class NoExperts:
     @property
     def model_fields(self) -> tuple[str, ...]:
         """See `Pair`."""
-        return tuple(_DEFAULTS)
+        return tuple(EXPERT_DEFAULTS)
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """See `Pair`."""
@@ -71,16 +68,16 @@ class ExpertFields:
     @property
     def model_fields(self) -> tuple[str, ...]:
         """See `Pair`."""
-        return (*_DEFAULTS, "ffn_hidden_size")
+        return (*EXPERT_DEFAULTS, "ffn_hidden_size")
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """See `Pair`."""
         if model.num_experts is None:
             raise ConfigError("the class has experts, and this model has none")
         # The shared expert of Qwen3-Next always has a gate.
-        expected = _DEFAULTS | {"moe_shared_expert_gate": self.shared}
+        expected = EXPERT_DEFAULTS | {"moe_shared_expert_gate": self.shared}
         # Groups and sigmoid are parts of classes that are not converted.
-        for name in _DEFAULTS.keys() - _READ - {_SHARED}:
+        for name in EXPERT_DEFAULTS.keys() - _READ - {_SHARED}:
             value = getattr(model, name)
             if value != expected[name]:
                 raise ConfigError(f"{describe_setting(name, value)} has no equivalent")

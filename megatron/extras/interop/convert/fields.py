@@ -44,6 +44,21 @@ LATENT_FIELDS = (
     *("latent_norm_epsilon", "mscale", "mscale_all_dim"),
 )
 """Fields that have no effect without latent attention."""
+
+
+def _find_defaults(switch: str, prefix: str) -> dict[str, Any]:
+    """Return the field that turns a part on, and those with the prefix, with their defaults."""
+    return {
+        name: value
+        for name, value in _DEFAULTS.items()
+        if name == switch or name.startswith(prefix)
+    }
+
+
+EXPERT_DEFAULTS = _find_defaults("num_experts", "moe_")
+"""Each field of `ModelConfig` about experts -> its default."""
+LINEAR_DEFAULTS = _find_defaults("experimental_attention_variant", "linear_")
+"""Each field of `ModelConfig` about gated delta nets -> its default."""
 _FOLDED = {"parametrization", "base_width", "base_depth", "base_kv_channels"}
 """Fields whose factors an export multiplies into the weights. See `folding`."""
 NOT_ARCHITECTURE = {
@@ -551,10 +566,9 @@ def normalise_model(model: ModelConfig) -> ModelConfig:
         changes["linear_norm_epsilon"] = model.linear_norm_epsilon or model.layernorm_epsilon
         changes["linear_norm_placement"] = model.linear_norm_placement or model.norm_placement
     else:
-        unused += [name for name in _DEFAULTS if name.startswith("linear_")]
-        unused.append("experimental_attention_variant")
+        unused += LINEAR_DEFAULTS
     if model.num_experts is None:
-        unused += [name for name in _DEFAULTS if name.startswith("moe_")]
+        unused += EXPERT_DEFAULTS
     else:
         changes["moe_ffn_hidden_size"] = shape.expert_width
         # A factor of 1 is none.

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
 from megatron.extras.interop.convert.fields import (
+    EXPERT_DEFAULTS,
     LATENT_FIELDS,
     Rope,
     describe_expert_layers,
@@ -33,11 +34,6 @@ _EPSILON = 1e-6
 _SHARED = "moe_shared_expert_intermediate_size"
 _METHODS = {True: "greedy", False: "group_limited_greedy"}
 """Whether a token may use experts of all groups -> V2's `topk_method`."""
-_EXPERT_FIELDS = tuple(
-    each.name
-    for each in dataclasses.fields(ModelConfig)
-    if each.name == "num_experts" or each.name.startswith("moe_")
-)
 NO_LATENTS = {
     each.name: each.default
     for each in dataclasses.fields(ModelConfig)
@@ -59,8 +55,6 @@ LATENT_MODULES = {
     "mlp.router.balance": "mlp.gate.e_score_correction_bias",
 }
 """Our module -> theirs, beside those of Llama."""
-BALANCE = "mlp.router.balance"
-"""Our name inside a layer of the bias of balancing."""
 
 
 @lru_cache(maxsize=64)
@@ -161,7 +155,7 @@ class DeepseekExperts:
     @property
     def model_fields(self) -> tuple[str, ...]:
         """See `Pair`."""
-        return (*_EXPERT_FIELDS, "ffn_hidden_size")
+        return (*EXPERT_DEFAULTS, "ffn_hidden_size")
 
     def _list_fixed(self, *, grouped: bool) -> dict[str, Any]:
         """Return our fields that the class fixes."""
