@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
 from megatron.extras.interop.convert.fields import (
-    EXPERT_DEFAULTS,
+    NO_EXPERTS,
     describe_expert_layers,
     describe_setting,
 )
@@ -26,28 +26,6 @@ _READ = {
 }
 """The fields that the classes here can express. The others must have their defaults."""
 _SHARED = "moe_shared_expert_intermediate_size"
-
-
-@dataclass(frozen=True)
-class NoExperts:
-    """A class of `transformers` without experts."""
-
-    @property
-    def model_fields(self) -> tuple[str, ...]:
-        """See `Pair`."""
-        return tuple(EXPERT_DEFAULTS)
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """See `Pair`."""
-        if model.num_experts is not None:
-            raise ConfigError(
-                f"the class has no experts, and this model has --num-experts {model.num_experts}"
-            )
-        return {}
-
-    def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Pair`."""
-        return {}
 
 
 @dataclass(frozen=True)
@@ -68,16 +46,16 @@ class ExpertFields:
     @property
     def model_fields(self) -> tuple[str, ...]:
         """See `Pair`."""
-        return (*EXPERT_DEFAULTS, "ffn_hidden_size")
+        return (*NO_EXPERTS, "ffn_hidden_size")
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """See `Pair`."""
         if model.num_experts is None:
             raise ConfigError("the class has experts, and this model has none")
         # The shared expert of Qwen3-Next always has a gate.
-        expected = EXPERT_DEFAULTS | {"moe_shared_expert_gate": self.shared}
+        expected = NO_EXPERTS | {"moe_shared_expert_gate": self.shared}
         # Groups and sigmoid are parts of classes that are not converted.
-        for name in EXPERT_DEFAULTS.keys() - _READ - {_SHARED}:
+        for name in NO_EXPERTS.keys() - _READ - {_SHARED}:
             value = getattr(model, name)
             if value != expected[name]:
                 raise ConfigError(f"{describe_setting(name, value)} has no equivalent")

@@ -1,6 +1,5 @@
 """Latent attention and the experts of DeepSeek in classes of `transformers`."""
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,8 +8,7 @@ from typing import Any, Literal
 from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
 from megatron.extras.interop.convert.fields import (
-    EXPERT_DEFAULTS,
-    LATENT_FIELDS,
+    NO_EXPERTS,
     Rope,
     describe_expert_layers,
     describe_setting,
@@ -34,12 +32,6 @@ _EPSILON = 1e-6
 _SHARED = "moe_shared_expert_intermediate_size"
 _METHODS = {True: "greedy", False: "group_limited_greedy"}
 """Whether a token may use experts of all groups -> V2's `topk_method`."""
-NO_LATENTS = {
-    each.name: each.default
-    for each in dataclasses.fields(ModelConfig)
-    if each.name in LATENT_FIELDS or each.name == "multi_latent_attention"
-}
-"""The fields of latent attention in a class without it."""
 LATENT_QUERY = "self_attn.q_b_proj"
 """Their name of the matrix that gives queries from latent vectors."""
 LATENT_MODULES = {
@@ -155,7 +147,7 @@ class DeepseekExperts:
     @property
     def model_fields(self) -> tuple[str, ...]:
         """See `Pair`."""
-        return (*EXPERT_DEFAULTS, "ffn_hidden_size")
+        return (*NO_EXPERTS, "ffn_hidden_size")
 
     def _list_fixed(self, *, grouped: bool) -> dict[str, Any]:
         """Return our fields that the class fixes."""

@@ -7,7 +7,7 @@ from typing import Any
 from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
 from megatron.extras.interop.convert.fields import (
-    LINEAR_DEFAULTS,
+    NO_DELTA_NETS,
     Rope,
     describe_chosen_layers,
     describe_setting,
@@ -25,30 +25,6 @@ _FULL = "full_attention"
 
 
 @dataclass(frozen=True)
-class NoLinearLayers:
-    """A class of `transformers` whose layers all have attention."""
-
-    @property
-    def model_fields(self) -> tuple[str, ...]:
-        """See `Pair`."""
-        return tuple(LINEAR_DEFAULTS)
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """See `Pair`."""
-        variant = model.experimental_attention_variant
-        if variant is not None:
-            raise ConfigError(
-                f"all layers of the class have attention, and this model has "
-                f"{describe_setting('experimental_attention_variant', variant)}"
-            )
-        return {}
-
-    def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Pair`."""
-        return {}
-
-
-@dataclass(frozen=True)
 class LinearLayers:
     """The layers with a gated delta net, and its sizes."""
 
@@ -62,7 +38,7 @@ class LinearLayers:
     @property
     def model_fields(self) -> tuple[str, ...]:
         """See `Pair`."""
-        return tuple(name for name in LINEAR_DEFAULTS if name != "linear_time_step")
+        return tuple(name for name in NO_DELTA_NETS if name != "linear_time_step")
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """See `Pair`."""
