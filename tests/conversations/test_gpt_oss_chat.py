@@ -301,6 +301,8 @@ def test_a_result_of_a_tool_does_not_count(folder: Path) -> None:
     [
         (f"{THOUGHT}{START}{FINAL}", FINAL),
         (FINAL, FINAL),
+        # The last of two answers is the one that counts.
+        (f"{FINAL}<|end|>{START}{FINAL}", FINAL),
         # The text ended in the thought.
         (THOUGHT.removesuffix("<|end|>"), "<|channel|>final<|message|>"),
     ],

@@ -2,17 +2,21 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
-from convert.test_convert import save_theirs
+from convert.test_convert import edit_config, save_theirs
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron.base.errors import CheckpointError, ConfigError
 from megatron.checkpoint.load import open_checkpoint
 from megatron.extras.interop.convert.export import ExportOptions, export_checkpoint
 from megatron.extras.interop.convert.fp8_blocks import list_scales, read_fp8
 from megatron.extras.interop.convert.hf_files import HfTensors
 from megatron.extras.interop.convert.importing import import_model
+from megatron.extras.interop.convert.packed import RowPart
 
 BALANCE = "model.layers.1.mlp.gate.e_score_correction_bias"
 
@@ -58,8 +62,32 @@ def test_a_model_in_fp8_is_imported(tmp_path: Path) -> None:
     tensors["model.layers.61.eh_proj.weight"] = torch.zeros(2, 2)
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    scaling = config.pop("rope_parameters")
+    # The fields of the published file that transformers writes in another way, or not at all.
+    config |= {
+        "auto_map": {
+            "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+            "AutoModel": "modeling_deepseek.DeepseekV3Model",
+            "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+        },
+        "ep_size": 1,
+        "moe_layer_freq": 1,
+        "num_nextn_predict_layers": 1,
+        "quantization_config": {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        },
+        "rope_theta": scaling.pop("rope_theta"),
+        "rope_scaling": {"type": scaling.pop("rope_type"), **scaling},
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
     (source / "config.json").write_text(json.dumps(config))
+    # The code that comes with the published files is not run.
+    for file in ("configuration_deepseek.py", "modeling_deepseek.py"):
+        (source / file).write_text("raise SystemExit('the code was run')")
     lines: list[str] = []
     compared = import_model(source, tmp_path / "ours", log=lines.append)
     assert compared.same_argmax == 1
@@ -80,3 +108,52 @@ def test_a_weight_in_fp8_needs_its_scales(tmp_path: Path) -> None:
     problem = HfTensors(tmp_path).describe_problem("w", (200, 100))
     assert problem is not None
     assert "w is F8_E4M3" in problem
+
+
+def test_a_part_and_some_rows_of_a_weight_in_fp8_are_read(tmp_path: Path) -> None:
+    weight, scales = quantise(torch.randn(200, 100))
+    save_file({"w.weight": weight, "w.weight_scale_inv": scales}, tmp_path / "model.safetensors")
+    whole = read_fp8(weight, scales)
+    assert torch.equal(HfTensors(tmp_path).read("w.weight", (150, 170)), whole[150:170])
+    part = RowPart(2, 100, slice(30, 40))
+    found = HfTensors(tmp_path, lambda name, shape: {"part": part}).read("part")
+    assert torch.equal(found, torch.cat((whole[30:40], whole[130:140])))
+
+
+MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
+    r"weight_block_size \[64, 64\] is not supported, only \[128, 128\]": (
+        "deepseek-v3",
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
+    ),
+    r"which is not run": ("deepseek-v3", {"auto_map": {"AutoModel": "modeling_x.DeepseekV3Model"}}),
+    "has no attribute": ("deepseek-v3", {"auto_map": ["x"]}),
+    "head_dim 4 must be equal to qk_rope_head_dim 6": ("deepseek-v3", {"head_dim": 4}),
+    "num_key_value_heads 2 must be equal to num_attention_heads 4": (
+        "deepseek-v3",
+        {"num_key_value_heads": 2},
+    ),
+    "num_experts_per_tok 9 must be from 1 to n_routed_experts 8": (
+        "deepseek-v3",
+        {"num_experts_per_tok": 9},
+    ),
+    "n_group 3 must divide n_routed_experts 8": ("deepseek-v3", {"n_group": 3}),
+    "n_group 0 must divide": ("deepseek-v3", {"n_group": 0}),
+    "topk_group 4 must be from 1 to n_group": ("deepseek-v2", {"topk_group": 4}),
+    "topk_method noaux_tc is not supported": ("deepseek-v2", {"topk_method": "noaux_tc"}),
+    "--kv-lora-rank -1, which must be at least 1": ("deepseek-v3", {"kv_lora_rank": -1}),
+    "field of a wrong kind": ("deepseek-v3", {"v_head_dim": None}),
+    "--moe-shared-expert-intermediate-size -1, which must be": (
+        "qwen3-next",
+        {"shared_expert_intermediate_size": -1},
+    ),
+    "decoder_sparse_step 0 must be at least 1": ("qwen3-next", {"decoder_sparse_step": 0}),
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_a_config_that_contradicts_itself_is_refused(message: str, tmp_path: Path) -> None:
+    family, changed = MISTAKES[message]
+    source = save_theirs(family, tmp_path / "source")
+    edit_config(source, **changed)
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        import_model(source, tmp_path / "ours")

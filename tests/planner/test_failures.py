@@ -2,6 +2,7 @@
 
 import json
 import random
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -173,6 +174,18 @@ def test_failures_scale_with_devices_and_nodes() -> None:
     assert fewer == pytest.approx(per_day * (419 - 268 / 2) / 419)
 
 
+def test_drawn_repairs_are_those_of_the_recorded_trace() -> None:
+    """Failures of software need no repair."""
+    source = load_failures("llama3")
+    drawn = draw_failures(source, 2048, 8, 20 * 54 * DAY, seed=1)
+    repairs = [failure.repair for failure in drawn if failure.repair]
+    recorded = [fault.repair for fault in load_failures(str(TRACE)).faults]
+    assert statistics.median(repairs) == pytest.approx(statistics.median(recorded), rel=0.05)
+    assert statistics.mean(repairs) == pytest.approx(statistics.mean(recorded), rel=0.15)
+    # Of 419 failures, 63 are those of software.
+    assert len(repairs) / len(drawn) == pytest.approx(356 / 419, rel=0.02)
+
+
 def test_recorded_trace() -> None:
     source = load_failures(str(TRACE))
     assert (len(source.faults), source.nodes, source.days) == (584, 400, 349)
@@ -181,6 +194,9 @@ def test_recorded_trace() -> None:
     assert sorted(fault.repair for fault in complete) == sorted(
         fault.repair for fault in source.faults
     )
+    # Another seed begins at another of its days.
+    other = draw_failures(source, 400, 8, 349 * DAY, seed=1)
+    assert {fault.time for fault in other} != {fault.time for fault in complete}
     # 800 nodes have two copies of the trace, here for two of its lengths.
     assert len(draw_failures(source, 800, 8, 698 * DAY, seed=0)) == 4 * 584
     few = draw_failures(source, 10, 8, 20 * 349 * DAY, seed=0)

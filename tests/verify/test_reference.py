@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from model.builders import tiny_config
 from verify.mutation import ITERATIONS, MODEL
 
 from megatron.base import exit_codes
@@ -12,10 +13,12 @@ from megatron.base.errors import ConfigError
 from megatron.commands.verify import VerifyArguments, main, resolve_command
 from megatron.config.model import TimeStep
 from megatron.config.table import Absent
+from megatron.extras.planner.verify.reference_delta_net import use_recurrence
 from megatron.extras.planner.verify.reference_optimizer import FORMULAS
 from megatron.extras.planner.verify.reference_parameters import compute_initial_weight, find_row
 from megatron.model.gpt import GPT
 from megatron.model.init import initialise
+from megatron.model.inputs import Inputs
 from megatron.model.layer_parts import ACTIVATIONS, NORMS
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
@@ -100,6 +103,37 @@ def test_decays_and_convolutions_start_with_the_values_of_the_run(
             real = made.exp() if leaf == "A_log" else torch.nn.functional.softplus(made)
             assert low * 0.999 <= real.min() < real.max() <= high * 1.001
             assert real.max() > 0.9 * high
+
+
+def test_gated_delta_nets_token_by_token_equal_those_of_the_run() -> None:
+    """The samples have a document of one token, and chunks that end within documents."""
+    config = tiny_config(
+        seq_length=96,
+        position_embedding_type="rotary",
+        normalization="RMSNorm",
+        experimental_attention_variant="gated_delta_net",
+        linear_attention_freq="2",
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=12,
+    )
+    torch.manual_seed(1)
+    model = GPT(ModelShape(config, 100, 128), TensorParallel()).double().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    documents = ((0, 1, 40, 96), (0, 96))
+    tokens = torch.randint(100, (2, 97))
+    inputs = Inputs(tokens[:, :-1], tokens[:, 1:], documents=documents)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.no_grad():
+            expected = model(None, inputs)
+            use_recurrence(model)
+            found = model(None, inputs)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=0.0)
 
 
 def test_an_optimizer_without_a_formula_is_refused(

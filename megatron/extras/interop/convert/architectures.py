@@ -17,10 +17,12 @@ from megatron.extras.interop.convert.expert_fields import (
     ExpertFields,
     ExpertNames,
     ExpertPart,
-    NoExperts,
     StackedExpertNames,
 )
 from megatron.extras.interop.convert.fields import (
+    NO_DELTA_NETS,
+    NO_EXPERTS,
+    NO_LATENTS,
     Biases,
     Cases,
     Derived,
@@ -36,7 +38,6 @@ from megatron.extras.interop.convert.fields import (
 )
 from megatron.extras.interop.convert.latent_fields import (
     LATENT_MODULES,
-    NO_LATENTS,
     DeepseekExperts,
     LatentRope,
     Latents,
@@ -47,7 +48,6 @@ from megatron.extras.interop.convert.linear_fields import (
     QWEN_LINEAR_MODULES,
     QWEN_PACKED,
     LinearLayers,
-    NoLinearLayers,
     OptionalRope,
 )
 from megatron.extras.interop.convert.packed import Packed, RowPart, divide_packed, join_packed
@@ -173,6 +173,7 @@ _EVERY_TOKEN = {"sliding_window": None, "full_attention_layers": None}
 _EVERY_ROPE = {"no_rope_layers": None}
 _NO_SINKS = {"softmax_type": "vanilla"}
 _PLAIN = {"attention_output_gate": False, "apply_layernorm_1p": False}
+_USUAL_PARTS = NO_EXPERTS | NO_DELTA_NETS | NO_LATENTS | _EVERY_TOKEN | _NO_SINKS | _PLAIN
 _RMS = {"normalization": "RMSNorm", "norm_bias": True}
 _LAYER_NORM = {"normalization": "LayerNorm", "norm_bias": True}
 _NO_LEARNED_TABLE = {"max_position_embeddings": None}
@@ -242,7 +243,7 @@ def _make_llama_like(
     **more: Any,
 ) -> Architecture:
     """Return an architecture with the names of Llama, and its sizes beside `pairs`."""
-    mlp: tuple[Pair, ...] = (Same("ffn_hidden_size", "intermediate_size"), NoExperts())
+    mlp: tuple[Pair, ...] = (Same("ffn_hidden_size", "intermediate_size"), Needed(NO_EXPERTS))
     names = None
     if experts is not None:
         fields, names = experts
@@ -253,7 +254,7 @@ def _make_llama_like(
         class_name,
         (
             *(*_LLAMA_SIZES, *mlp, *pairs, Needed({**softmax, **plain})),
-            *(linear or NoLinearLayers(), latents or Needed(NO_LATENTS)),
+            *(linear or Needed(NO_DELTA_NETS), latents or Needed(NO_LATENTS)),
         ),
         modules,
         "model.layers",
@@ -272,11 +273,22 @@ _DERIVED_FFN = Derived("ffn_hidden_size", lambda m: 4 * m.hidden_size)
 _ONE_HEAD_A_GROUP = Derived("num_query_groups", lambda m: m.num_attention_heads)
 
 
-_DEEPSEEK: tuple[Pair, ...] = (
-    _SILU,
-    Biases(attention=False, mlp=False),
-    Needed(_INPUT_NORM | _NO_QK_NORM | _EVERY_TOKEN | _EVERY_ROPE),
-)
+def _make_deepseek(version: Literal["V2", "V3"], **more: Any) -> Architecture:
+    """Return an architecture with latent attention."""
+    return _make_llama_like(
+        f"deepseek_{version.lower()}",
+        f"Deepseek{version}ForCausalLM",
+        LatentRope(),
+        _SILU,
+        Biases(attention=False, mlp=False),
+        Needed(_INPUT_NORM | _NO_QK_NORM | _EVERY_TOKEN | _EVERY_ROPE),
+        modules=_LLAMA_MODULES | LATENT_MODULES,
+        experts=(DeepseekExperts(version), ExpertNames()),
+        latents=Latents(),
+        **more,
+    )
+
+
 ARCHITECTURES: tuple[Architecture, ...] = (
     _make_llama_like(
         "llama",
@@ -427,24 +439,12 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             StackedExpertNames(),
         ),
     ),
-    _make_llama_like(
-        "deepseek_v2",
-        "DeepseekV2ForCausalLM",
-        LatentRope(),
-        *_DEEPSEEK,
-        modules=_LLAMA_MODULES | LATENT_MODULES,
-        experts=(DeepseekExperts("V2"), ExpertNames()),
-        latents=Latents(),
+    _make_deepseek(
+        "V2",
         hf_fields={"attention_bias": False, "mlp_bias": False, "scoring_func": "softmax"},
     ),
-    _make_llama_like(
-        "deepseek_v3",
-        "DeepseekV3ForCausalLM",
-        LatentRope(),
-        *_DEEPSEEK,
-        modules=_LLAMA_MODULES | LATENT_MODULES,
-        experts=(DeepseekExperts("V3"), ExpertNames()),
-        latents=Latents(),
+    _make_deepseek(
+        "V3",
         hf_fields={"attention_bias": False, "rope_interleave": True, "scoring_func": "sigmoid"},
         # The class does not read it either.
         left_out={r"model\.layers\.61\..*": "a layer that predicts a second token"},
@@ -497,7 +497,6 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             Same("num_layers", "n_layer"),
             Same("num_attention_heads", "n_head"),
             Same("ffn_hidden_size", "n_inner"),
-            NoExperts(),
             Same("layernorm_epsilon", "layer_norm_epsilon"),
             Same("max_position_embeddings", "n_positions"),
             _ONE_HEAD_A_GROUP,
@@ -513,8 +512,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             ),
             _ALL_BIASES,
             Needed(_LAYER_NORM | _PLAIN_MLP | _INPUT_NORM | _NO_QK_NORM),
-            Needed(_ONE_STREAM | _EVERY_TOKEN | _NO_ROTATION | _NO_SINKS | _PLAIN | NO_LATENTS),
-            NoLinearLayers(),
+            Needed(_USUAL_PARTS | _ONE_STREAM | _NO_ROTATION),
             Needed({"position_embedding_type": "absolute"}),
         ),
         {
@@ -553,17 +551,13 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             Same("layernorm_epsilon", "layer_norm_epsilon"),
             _DERIVED_HEAD_DIM,
             _DERIVED_FFN,
-            NoExperts(),
             _ONE_HEAD_A_GROUP,
             _TIED,
             Training(hidden=("hidden_dropout",)),
             _ALL_BIASES,
             Needed(_LAYER_NORM | _PLAIN_MLP | _INPUT_NORM | _NO_QK_NORM),
             Needed({"activation": "gelu", "bias_gelu_fusion": True}),
-            Needed(
-                _EVERY_TOKEN | _NO_ROTATION | _NO_LEARNED_TABLE | _NO_SINKS | _PLAIN | NO_LATENTS
-            ),
-            NoLinearLayers(),
+            Needed(_USUAL_PARTS | _NO_ROTATION | _NO_LEARNED_TABLE),
             Needed({"embed_layernorm": True, "parallel_residual": False}),
             Needed({"position_embedding_type": "alibi"}),
         ),
@@ -590,7 +584,6 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         (
             *_SIZES,
             Same("ffn_hidden_size", "intermediate_size"),
-            NoExperts(),
             Same("layernorm_epsilon", "layer_norm_eps"),
             Same("seq_length", "max_position_embeddings"),
             _DERIVED_HEAD_DIM,
@@ -613,8 +606,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             ),
             Needed(_LAYER_NORM | _PLAIN_MLP | _INPUT_NORM | _NO_QK_NORM),
             Biases(mlp=True),
-            Needed(_EVERY_TOKEN | _EVERY_ROPE | _NO_SINKS | _PLAIN | NO_LATENTS),
-            NoLinearLayers(),
+            Needed(_USUAL_PARTS | _EVERY_ROPE),
             Needed(_ROTARY | {"embed_layernorm": False}),
         ),
         {

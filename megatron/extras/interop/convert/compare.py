@@ -228,11 +228,10 @@ def _run_our_layer(hf: HfModel, layer: int, pairs: Sequence[TensorPair], given: 
     """
     model = hf.model
     described = ModelShape(model, 0, 0).describe_layer(layer)
-    # The lists of layers count from the first one. A model of one layer has shorter lists.
-    # One layer is chosen by leaving the others out.
     variant = None
     if described.attention == "gated_delta_net":
         variant = described.attention
+    # The lists of layers count from the first one. A model of one layer has shorter lists.
     without_rope = None
     if model.no_rope_layers is not None and not described.rotary:
         without_rope = "0"

@@ -1,6 +1,5 @@
 """Experts in classes of `transformers`: their fields, and the names of their tensors."""
 
-import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,15 +10,13 @@ from torch import Tensor
 
 from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
-from megatron.extras.interop.convert.fields import describe_expert_layers, describe_setting
+from megatron.extras.interop.convert.fields import (
+    NO_EXPERTS,
+    describe_expert_layers,
+    describe_setting,
+)
 from megatron.model.shape import ModelShape
 
-_DEFAULTS = {
-    each.name: each.default
-    for each in dataclasses.fields(ModelConfig)
-    if each.name == "num_experts" or each.name.startswith("moe_")
-}
-"""Each field of `ModelConfig` about experts -> its default."""
 _READ = {
     "num_experts",
     "moe_router_topk",
@@ -29,28 +26,6 @@ _READ = {
 }
 """The fields that the classes here can express. The others must have their defaults."""
 _SHARED = "moe_shared_expert_intermediate_size"
-
-
-@dataclass(frozen=True)
-class NoExperts:
-    """A class of `transformers` without experts."""
-
-    @property
-    def model_fields(self) -> tuple[str, ...]:
-        """See `Pair`."""
-        return tuple(_DEFAULTS)
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """See `Pair`."""
-        if model.num_experts is not None:
-            raise ConfigError(
-                f"the class has no experts, and this model has --num-experts {model.num_experts}"
-            )
-        return {}
-
-    def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Pair`."""
-        return {}
 
 
 @dataclass(frozen=True)
@@ -71,16 +46,16 @@ class ExpertFields:
     @property
     def model_fields(self) -> tuple[str, ...]:
         """See `Pair`."""
-        return (*_DEFAULTS, "ffn_hidden_size")
+        return (*NO_EXPERTS, "ffn_hidden_size")
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """See `Pair`."""
         if model.num_experts is None:
             raise ConfigError("the class has experts, and this model has none")
         # The shared expert of Qwen3-Next always has a gate.
-        expected = _DEFAULTS | {"moe_shared_expert_gate": self.shared}
+        expected = NO_EXPERTS | {"moe_shared_expert_gate": self.shared}
         # Groups and sigmoid are parts of classes that are not converted.
-        for name in _DEFAULTS.keys() - _READ - {_SHARED}:
+        for name in NO_EXPERTS.keys() - _READ - {_SHARED}:
             value = getattr(model, name)
             if value != expected[name]:
                 raise ConfigError(f"{describe_setting(name, value)} has no equivalent")
@@ -129,7 +104,9 @@ class ExpertFields:
         with_experts = list(range(layers))
         if self.with_mlp:
             only = hf.get("mlp_only_layers") or []
-            step = int(hf.get("decoder_sparse_step") or 1)
+            step = int(hf.get("decoder_sparse_step", 1))
+            if step < 1:
+                raise ConfigError(f"decoder_sparse_step {step} must be at least 1")
             with_experts = [at for at in with_experts if at not in only and (at + 1) % step == 0]
             if not with_experts:
                 raise ConfigError(

@@ -39,10 +39,10 @@ from megatron.extras.interop.convert.hf_files import (
     read_config,
     write_tensors,
 )
-from megatron.extras.interop.convert.latent_fields import BALANCE
 from megatron.extras.interop.convert.tensors import TensorPair, pair_tensors
 from megatron.extras.interop.convert.tokenizer_files import SpecialIds, write_tokenizer
 from megatron.extras.interop.convert.writing import write_folder
+from megatron.model.experts.routing import BALANCE
 from megatron.model.shape import ModelShape
 from megatron.plan.rules.finding import TokenizerContext, list_warnings, refuse_errors
 from megatron.plan.rules.resume import check_tokenizer

@@ -39,11 +39,20 @@ _OF_ROPE_SCALING: dict[RopeScaling, dict[str, str]] = {
 }
 """Scaling -> our field -> their key in `rope_parameters`."""
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
-LATENT_FIELDS = (
-    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
-    *("latent_norm_epsilon", "mscale", "mscale_all_dim"),
+
+
+def _find_defaults(*beginnings: str) -> dict[str, Any]:
+    """Return the default of each field of `ModelConfig` whose name begins with one of these."""
+    return {name: value for name, value in _DEFAULTS.items() if name.startswith(beginnings)}
+
+
+# The fields of a part that a model may lack -> their values in a model without it.
+NO_EXPERTS = _find_defaults("num_experts", "moe_")
+NO_DELTA_NETS = _find_defaults("experimental_attention_variant", "linear_")
+NO_LATENTS = _find_defaults(
+    *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim"),
+    *("qk_pos_emb_head_dim", "v_head_dim", "latent_norm_epsilon", "mscale"),
 )
-"""Fields that have no effect without latent attention."""
 _FOLDED = {"parametrization", "base_width", "base_depth", "base_kv_channels"}
 """Fields whose factors an export multiplies into the weights. See `folding`."""
 NOT_ARCHITECTURE = {
@@ -148,8 +157,11 @@ class Needed:
         """See `Pair`."""
         for name, value in self.values.items():
             if getattr(model, name) != value:
+                fixed = describe_setting(name, value)
+                if value is None:
+                    fixed = f"no {fixed.split()[0]}"
                 raise ConfigError(
-                    f"the class has {describe_setting(name, value)}, and this model has "
+                    f"the class has {fixed}, and this model has "
                     f"{describe_setting(name, getattr(model, name))}"
                 )
         return {}
@@ -497,7 +509,7 @@ def describe_chosen_layers(chosen: Collection[int], num_layers: int) -> str:
 def _normalise_latents(model: ModelConfig) -> dict[str, Any]:
     """Return the fields of latent attention as `normalise_model` sets them."""
     if not model.multi_latent_attention:
-        return {name: _DEFAULTS[name] for name in LATENT_FIELDS}
+        return NO_LATENTS
     found: dict[str, Any] = {
         "latent_norm_epsilon": model.latent_norm_epsilon or model.layernorm_epsilon
     }
@@ -551,10 +563,9 @@ def normalise_model(model: ModelConfig) -> ModelConfig:
         changes["linear_norm_epsilon"] = model.linear_norm_epsilon or model.layernorm_epsilon
         changes["linear_norm_placement"] = model.linear_norm_placement or model.norm_placement
     else:
-        unused += [name for name in _DEFAULTS if name.startswith("linear_")]
-        unused.append("experimental_attention_variant")
+        unused += NO_DELTA_NETS
     if model.num_experts is None:
-        unused += [name for name in _DEFAULTS if name.startswith("moe_")]
+        unused += NO_EXPERTS
     else:
         changes["moe_ffn_hidden_size"] = shape.expert_width
         # A factor of 1 is none.

@@ -27,6 +27,16 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Names of the format."""
+_ADOPTED_CODE = {
+    f"{file}.Deepseek{version}{end}"
+    for version in ("V2", "V3")
+    for file, end in (
+        ("configuration_deepseek", "Config"),
+        ("modeling_deepseek", "Model"),
+        ("modeling_deepseek", "ForCausalLM"),
+    )
+}
+"""Classes that come with published models, and whose function is now one of `transformers`' own."""
 _MAX_LAYERS = 2000
 """Largest number of layers that is accepted."""
 Divide = Callable[[str, tuple[int, ...]], Mapping[str, ExpertPart | RowPart]]
@@ -127,7 +137,10 @@ class HfTensors:
         """
         whole, part = self._whole.get(name, (name, ExpertPart()))
         if whole in self._scaled:
-            return self._read_scaled(whole)
+            found = part.take(self._read_scaled(whole))
+            if rows is None:
+                return found
+            return found[slice(*rows)]
         with self._open(self._files[whole]) as file:
             if isinstance(part, RowPart):
                 return part.take(file.get_tensor(whole))
@@ -230,9 +243,9 @@ def read_config(folder: Path) -> Any:
         )
     try:
         fields = load_json(path, SETTINGS_BYTES)
-        needs_code = "auto_map" in fields
+        needs_code = not set(fields.get("auto_map", {}).values()) <= _ADOPTED_CODE
         _check_layers(path, fields)
-    except (OSError, ValueError, TypeError) as error:
+    except (AttributeError, OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if needs_code:
         raise CheckpointError(
@@ -248,8 +261,24 @@ def read_config(folder: Path) -> Any:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path} cannot be read: {first}") from error
     # Tensors are read in 16 bits, and compared with a model in fp32.
-    vars(config).pop("quantization_config", None)
+    _check_blocks(path, vars(config).pop("quantization_config", None))
     return config
+
+
+def _check_blocks(path: Path, quantization: Any) -> None:
+    """Check the blocks of FP8. Small matrices may have as many scales with another size of them.
+
+    Raises:
+        CheckpointError: the blocks have another size.
+    """
+    if not isinstance(quantization, Mapping):
+        return
+    sides = quantization.get("weight_block_size")
+    if sides is not None and sides != [fp8_blocks.SIDE] * 2:
+        raise CheckpointError(
+            f"{path}: weight_block_size {sides} is not supported, only {[fp8_blocks.SIDE] * 2}; "
+            "convert the weights to bf16 first"
+        )
 
 
 def _check_layers(path: Path, fields: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from megatron.base.errors import CheckpointError, ConfigError
 from megatron.checkpoint.contents import CheckpointContents
 from megatron.config.batch import BatchConfig
 from megatron.config.data import TokenizerConfig
+from megatron.config.fields import all_fields
 from megatron.config.model import ModelConfig
 from megatron.config.tree import Config
 from megatron.config.yaml_file import dump_yaml
@@ -139,6 +140,13 @@ def _read_model(
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             raise CheckpointError(f"config.json: the {name} {size} must be at least 1")
+    for dotted, field in all_fields().items():
+        section, _, name = dotted.partition(".")
+        value = getattr(model, name) if section == "model" else None
+        if isinstance(value, int | float) and not field.range.contains(value):
+            raise CheckpointError(
+                f"config.json gives {field.spell(value)}, which must be {field.range.describe()}"
+            )
     return model
 
 

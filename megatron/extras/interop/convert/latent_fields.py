@@ -1,6 +1,5 @@
 """Latent attention and the experts of DeepSeek in classes of `transformers`."""
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,7 +8,7 @@ from typing import Any, Literal
 from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
 from megatron.extras.interop.convert.fields import (
-    LATENT_FIELDS,
+    NO_EXPERTS,
     Rope,
     describe_expert_layers,
     describe_setting,
@@ -24,21 +23,15 @@ _WIDTHS = {
     "v_head_dim": "v_head_dim",
 }
 """Our width -> theirs."""
+_OPTIONAL = "q_lora_rank"
+_SAME = {"head_dim": "qk_rope_head_dim", "num_key_value_heads": "num_attention_heads"}
+"""Their field -> the field whose value it must have in a class with latent attention."""
 _SCALES = ("mscale", "mscale_all_dim")
 _EPSILON = 1e-6
 """Epsilon of the norms of latent vectors, which no field of theirs changes."""
 _SHARED = "moe_shared_expert_intermediate_size"
-_EXPERT_FIELDS = tuple(
-    each.name
-    for each in dataclasses.fields(ModelConfig)
-    if each.name == "num_experts" or each.name.startswith("moe_")
-)
-NO_LATENTS = {
-    each.name: each.default
-    for each in dataclasses.fields(ModelConfig)
-    if each.name in LATENT_FIELDS or each.name == "multi_latent_attention"
-}
-"""The fields of latent attention in a class without it."""
+_METHODS = {True: "greedy", False: "group_limited_greedy"}
+"""Whether a token may use experts of all groups -> V2's `topk_method`."""
 LATENT_QUERY = "self_attn.q_b_proj"
 """Their name of the matrix that gives queries from latent vectors."""
 LATENT_MODULES = {
@@ -54,8 +47,6 @@ LATENT_MODULES = {
     "mlp.router.balance": "mlp.gate.e_score_correction_bias",
 }
 """Our module -> theirs, beside those of Llama."""
-BALANCE = "mlp.router.balance"
-"""Our name inside a layer of the bias of balancing."""
 
 
 @lru_cache(maxsize=64)
@@ -105,7 +96,17 @@ class Latents:
 
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `Pair`."""
-        found = {ours: hf[theirs] for ours, theirs in _WIDTHS.items()}
+        found: dict[str, Any] = {ours: hf[theirs] for ours, theirs in _WIDTHS.items()}
+        # transformers accepts any values, and fails when it builds or runs the model. Queries may
+        # have no latent vector.
+        found |= {name: int(width) for name, width in found.items() if name != _OPTIONAL}
+        if found[_OPTIONAL] is not None:
+            found[_OPTIONAL] = int(found[_OPTIONAL])
+        for name, other in _SAME.items():
+            if hf.get(name, hf[other]) != hf[other]:
+                raise ConfigError(
+                    f"{name} {hf[name]} must be equal to {other} {hf[other]}; correct one of them"
+                )
         return found | {"multi_latent_attention": True, "latent_norm_epsilon": _EPSILON}
 
 
@@ -146,7 +147,7 @@ class DeepseekExperts:
     @property
     def model_fields(self) -> tuple[str, ...]:
         """See `Pair`."""
-        return (*_EXPERT_FIELDS, "ffn_hidden_size")
+        return (*NO_EXPERTS, "ffn_hidden_size")
 
     def _list_fixed(self, *, grouped: bool) -> dict[str, Any]:
         """Return our fields that the class fixes."""
@@ -221,8 +222,7 @@ class DeepseekExperts:
             "norm_topk_prob": self.version == "V3",
         }
         if self.version == "V2":
-            methods = {True: "greedy", False: "group_limited_greedy"}
-            return found | {"topk_method": methods[groups is None]}
+            return found | {"topk_method": _METHODS[groups is None]}
         # The layer that predicts a second token is not trained here.
         return found | {"num_nextn_predict_layers": 0}
 
@@ -238,18 +238,38 @@ class DeepseekExperts:
                 f"of {layers} layers are not supported here"
             )
         topk, width = int(hf["num_experts_per_tok"]), int(hf["moe_intermediate_size"])
+        number = int(hf["n_routed_experts"])
+        if not 1 <= topk <= number:
+            raise ConfigError(
+                f"num_experts_per_tok {topk} must be from 1 to n_routed_experts {number}"
+            )
+        limited = True
+        if self.version == "V2":
+            if hf["topk_method"] not in _METHODS.values():
+                raise ConfigError(
+                    f"topk_method {hf['topk_method']} is not supported here, only "
+                    f"{' and '.join(_METHODS.values())}"
+                )
+            # V2 Lite names groups, and its method does not use them.
+            limited = hf["topk_method"] == _METHODS[False]
         groups = best = None
-        # V2 Lite names groups, and its method does not use them.
-        limited = self.version == "V3" or hf["topk_method"] == "group_limited_greedy"
-        if limited and (hf["n_group"] or 1) > 1:
+        if limited:
             groups, best = int(hf["n_group"]), int(hf["topk_group"])
+            if groups < 1 or number % groups or not 1 <= best <= groups:
+                raise ConfigError(
+                    f"n_group {groups} must divide n_routed_experts {number}, and topk_group "
+                    f"{best} must be from 1 to n_group"
+                )
+            # One group allows all experts, as no group does.
+            if groups == 1:
+                groups = best = None
         self._check_choice(topk, groups, best)
         factor: float | None = float(hf["routed_scaling_factor"])
         # None is our name of a factor that changes nothing.
         if factor == 1:
             factor = None
         return self._list_fixed(grouped=groups is not None) | {
-            "num_experts": int(hf["n_routed_experts"]),
+            "num_experts": number,
             "moe_router_topk": topk,
             "moe_ffn_hidden_size": width,
             "ffn_hidden_size": int(hf["intermediate_size"]),

@@ -1,6 +1,5 @@
 """Gated delta nets in classes of `transformers`: their fields, and the names of their tensors."""
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
 from megatron.extras.interop.convert.fields import (
+    NO_DELTA_NETS,
     Rope,
     describe_chosen_layers,
     describe_setting,
@@ -15,12 +15,6 @@ from megatron.extras.interop.convert.fields import (
 from megatron.extras.interop.convert.packed import Packed
 from megatron.model.shape import ModelShape
 
-_DEFAULTS = {
-    each.name: each.default
-    for each in dataclasses.fields(ModelConfig)
-    if each.name == "experimental_attention_variant" or each.name.startswith("linear_")
-}
-"""Each field of `ModelConfig` about gated delta nets -> its default."""
 _SIZES = (
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads"),
@@ -28,30 +22,6 @@ _SIZES = (
 """Fields with the same name in both."""
 _LINEAR = "linear_attention"
 _FULL = "full_attention"
-
-
-@dataclass(frozen=True)
-class NoLinearLayers:
-    """A class of `transformers` whose layers all have attention."""
-
-    @property
-    def model_fields(self) -> tuple[str, ...]:
-        """See `Pair`."""
-        return tuple(_DEFAULTS)
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """See `Pair`."""
-        variant = model.experimental_attention_variant
-        if variant is not None:
-            raise ConfigError(
-                f"all layers of the class have attention, and this model has "
-                f"{describe_setting('experimental_attention_variant', variant)}"
-            )
-        return {}
-
-    def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Pair`."""
-        return {}
 
 
 @dataclass(frozen=True)
@@ -68,7 +38,7 @@ class LinearLayers:
     @property
     def model_fields(self) -> tuple[str, ...]:
         """See `Pair`."""
-        return tuple(name for name in _DEFAULTS if name != "linear_time_step")
+        return tuple(name for name in NO_DELTA_NETS if name != "linear_time_step")
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """See `Pair`."""

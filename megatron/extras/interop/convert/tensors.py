@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.extras.interop.convert.architectures import Architecture
-from megatron.extras.interop.convert.latent_fields import BALANCE, LATENT_QUERY, order_rows
+from megatron.extras.interop.convert.latent_fields import LATENT_QUERY, order_rows
+from megatron.model.experts.routing import BALANCE
 from megatron.model.gpt import GPT
 from megatron.model.shape import ModelShape
 from megatron.parallel.mesh import TensorParallel
@@ -106,7 +107,7 @@ def pair_tensors(architecture: Architecture, shape: ModelShape) -> list[TensorPa
     if shape.config.moe_router_enable_expert_bias:
         # It is no parameter, because no gradient changes it.
         size = (shape.config.num_experts or 0,)
-        names = [f"{_BLOCKS}{layer}.{BALANCE}" for layer in sorted(shape.expert_layers)]
+        names = [f"{_BLOCKS}{layer}{BALANCE}" for layer in sorted(shape.expert_layers)]
         pairs += [_pair_tensor(architecture, shape, name, size) for name in names]
     return pairs
 

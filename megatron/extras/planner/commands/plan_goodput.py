@@ -172,7 +172,7 @@ def replay_failures(
     # The run's own interval may be far from the best one, around which it is searched.
     best = find_best_interval(failures, replace(policy, interval=best), seconds)
     others = {
-        text: replay(failures, other, seconds).useful / seconds
+        text: replay(failures, other, seconds).list_shares()["useful"]
         for text, other in _list_policies(policy, best)
     }
     return GoodputReplay(seconds / 86400, replay(failures, policy, seconds), best, others)

@@ -175,7 +175,7 @@ class _DeltaNetTensors(LayerTensors):
     @property
     def _projected(self) -> float:
         """What a recomputed core reads: all projections but the gate."""
-        return (self._q + 2 * self._k - self._q) * self._selective
+        return 2 * self._k * self._selective
 
     @cached_property
     def _core(self) -> float:

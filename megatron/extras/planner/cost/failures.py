@@ -20,8 +20,9 @@ from megatron.base.outside_file import load_json
 
 _DAY = 86400.0
 _REPAIR_HOURS = (20.4, 1.94)
-"""Median of the hours until a node returns, and standard deviation of their logarithm. They are
-those of 584 faults of 400 nodes (https://arxiv.org/abs/2502.03885), whose mean is 133 hours."""
+"""Hours until a node returns: the median, and the standard deviation of the logarithm. The median
+is that of 584 faults of 400 nodes (https://arxiv.org/abs/2502.03885). With this deviation the mean
+is theirs too, 133 hours."""
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ def list_features(plan: Plan) -> Iterator[str]:
         "latent attention": model.multi_latent_attention,
         "query groups that ranks share": plan.shape.query_groups < plan.grid.tensor,
         "experts": model.num_experts,
-        "gated delta nets": has_delta_nets(config),
+        "gated delta nets": plan.shape.linear_layers,
         "padding of the vocabulary": plan.padded_vocab_size > plan.vocab_size,
         "a word embedding on two stages": plan.pipeline_size > 1 and tied,
         "several microbatches in a step": plan.batch_size.final > share,
@@ -188,11 +188,6 @@ def list_features(plan: Plan) -> Iterator[str]:
         "DeepSpeed": parallel.deepspeed,
     }
     yield from (name for name, is_present in features.items() if is_present)
-
-
-def has_delta_nets(config: Config) -> bool:
-    """Return whether layers have a gated delta net in place of attention."""
-    return config.model.experimental_attention_variant == "gated_delta_net"
 
 
 def has_neighbours(plan: Plan) -> bool:

@@ -22,7 +22,6 @@ from megatron.extras.planner.verify.features import (
     REDUCED_EXPERTS,
     compare_structures,
     find_lost_settings,
-    has_delta_nets,
     has_neighbours,
     list_features,
     list_groups,
@@ -309,7 +308,7 @@ def _reduce_model(plan: Plan, grid: Grid) -> Values:
         values |= {"model.qk_pos_emb_head_dim": 4}
         given["model.q_lora_rank"] = 12
     values |= _replace_given(plan, given) | _reduce_experts(plan, grid)
-    if has_delta_nets(plan.config):
+    if plan.shape.linear_layers:
         values |= _reduce_delta_nets(plan, grid)
     return values
 
@@ -573,7 +572,7 @@ def _choose_layers(plan: Plan, values: Values, world_size: int) -> Plan:
     """
     stages = values["parallel.pipeline_model_parallel_size"]
     uneven = len(set(plan.layers_per_stage)) > 1
-    mixed = has_delta_nets(plan.config)
+    mixed = bool(plan.shape.linear_layers)
     fewest = max(2 + mixed, stages + (max(plan.layers_per_stage) > 1))
     if values.get("parallel.num_layers_per_virtual_pipeline_stage"):
         fewest = 2 * stages
