@@ -11,9 +11,9 @@ from fractions import Fraction
 
 from megatron.base.errors import ConfigError
 from megatron.extras.planner.cost.hardware import Hardware
-from megatron.extras.planner.cost.layout import RankLayout, Software
+from megatron.extras.planner.cost.layout import RankLayout, Software, StepJob
 from megatron.extras.planner.cost.memory import BALANCED_ENDS, Verdict, build_stages
-from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
+from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.model.shape import ModelShape
 
 _SHARES = (Fraction(1), Fraction(3, 4), Fraction(2, 3), Fraction(1, 2), Fraction(1, 3))
