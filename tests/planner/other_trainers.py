@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron.extras.planner.commands.plan_estimates import (
-    estimate_layer_activation_bytes,
-    estimate_layer_input_bytes,
+    PaperActivations,
 )
 from megatron.extras.planner.cost.experts import MixtureTimes
 from megatron.extras.planner.cost.float8 import Linear, Rounding
@@ -72,14 +71,14 @@ def estimate_layer_bytes(
     attention as well if there is no flash kernel.
     """
     kept = layout.recompute == "none" or working
-    whole = estimate_layer_activation_bytes(
+    whole = PaperActivations(
         shape,
         layout.micro_batch,
         layout.tensor,
         sequence_parallel=layout.sequence_parallel,
         half=software.half,
         scores_kept=kept and not software.flash,
-    )
+    ).layer
     if layout.recompute == "operators" and not working:
         whole = _count_operator_bytes(shape, layout)
     return whole // layout.context
@@ -131,13 +130,13 @@ def _estimate_activations(
 ) -> tuple[float, float]:
     """Return the bytes of the microbatches in flight, and those of a layer being recomputed."""
     whole = estimate_layer_bytes(shape, layout, software)
-    kept_input = estimate_layer_input_bytes(
+    kept_input = PaperActivations(
         shape,
         layout.micro_batch,
         layout.tensor,
         sequence_parallel=layout.sequence_parallel or layout.partition_inputs,
         half=software.half,
-    )
+    ).layer_input
     kept_input //= layout.context
     # Recomputed layers keep less, and which ones they are depends on the stage.
     of_visits = 0
