@@ -6,6 +6,7 @@ and m are received.
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.config.table import Table
@@ -116,10 +117,6 @@ class MixtureTimes(LayerTimes):
             * estimate_gemm_seconds(Gemm(each.m, each.n, each.k, 1, each.value), self._hardware)
             for each in products
         )
-
-
-LAYER_TIMES: Table[type[LayerTimes]] = Table("MLP", {"dense": LayerTimes, "experts": MixtureTimes})
-"""Kind of MLP -> the times of a layer with it."""
 
 
 class MixtureTensors(LayerTensors):
@@ -251,7 +248,19 @@ class MixtureTensors(LayerTensors):
         yield 0.0, dropped
 
 
-MLP_TENSORS: Table[type[LayerTensors]] = Table(
-    "MLP", {"dense": LayerTensors, "experts": MixtureTensors}
+@dataclass(frozen=True)
+class LayerCost:
+    """What a layer needs."""
+
+    times: type[LayerTimes]
+    tensors: type[LayerTensors]
+
+
+LAYERS = Table(
+    "MLP",
+    {
+        "dense": LayerCost(LayerTimes, LayerTensors),
+        "experts": LayerCost(MixtureTimes, MixtureTensors),
+    },
 )
-"""Kind of MLP -> the tensors of a layer with it."""
+"""Kind of MLP -> what a layer with attention and it needs."""

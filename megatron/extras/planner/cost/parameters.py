@@ -115,6 +115,11 @@ def count_linear_layers(shape: ModelShape, layers: range) -> int:
     return len(shape.linear_layers.intersection(layers))
 
 
+def describe_layers(shape: ModelShape, layers: range) -> tuple[int, int, int]:
+    """Return how many layers there are, how many have experts, and how many a gated delta net."""
+    return len(layers), count_mixtures(shape, layers), count_linear_layers(shape, layers)
+
+
 def sum_layers(shape: ModelShape, layout: RankLayout, layers: range) -> LayerParameters:
     """Return the parameters of several layers on one rank."""
     number = count_mixtures(shape, layers)
