@@ -11,7 +11,7 @@ Trace Event Format.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -226,15 +226,11 @@ def estimate_pipeline_seconds(schedule: PipelineSchedule, times: StageTimes) -> 
         return measure_seconds(schedule, times)
     rest = (m - enough) % p
     rounds = (m - enough - rest) // p
-    short = _shorten(schedule, enough + rest)
-    longer = _shorten(schedule, enough + rest + p)
+    short = replace(schedule, microbatches=enough + rest)
+    longer = replace(schedule, microbatches=enough + rest + p)
     # What the first round and the last one add is the same in both steps.
     first = measure_seconds(short, times)
     return first + rounds * (measure_seconds(longer, times) - first)
-
-
-def _shorten(schedule: PipelineSchedule, microbatches: int) -> PipelineSchedule:
-    return PipelineSchedule(schedule.name, microbatches, schedule.ranks, schedule.stages_per_rank)
 
 
 def build_trace(
