@@ -18,7 +18,7 @@ from verify.verifier import Verifier
 from megatron.base import exit_codes
 from megatron.base.errors import ConfigError
 from megatron.commands.verify import VerifyArguments, main, resolve_command
-from megatron.extras.planner.verify import launching
+from megatron.extras.planner.verify import verification
 from megatron.extras.planner.verify.comparison import compare_records, count_flips
 from megatron.extras.planner.verify.recording import RankRecord, RecordedStep, RoundedOperand
 from megatron.extras.planner.verify.reduction import (
@@ -420,10 +420,10 @@ def test_too_little_time_is_no_verdict(verifier: Verifier) -> None:
 
 
 def test_the_time_limit_follows_the_cores_and_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching.os, "sched_getaffinity", lambda pid: range(4))
-    monkeypatch.setattr(launching.os, "getloadavg", lambda: (1.0, 9.0, 9.0))
-    assert launching.choose_limit(2) == launching.LIMIT_SECONDS
-    assert launching.choose_limit(8) == launching.LIMIT_SECONDS * 9 / 4
+    monkeypatch.setattr(verification.os, "sched_getaffinity", lambda pid: range(4))
+    monkeypatch.setattr(verification.os, "getloadavg", lambda: (1.0, 9.0, 9.0))
+    assert verification.choose_limit(2) == verification.LIMIT_SECONDS
+    assert verification.choose_limit(8) == verification.LIMIT_SECONDS * 9 / 4
 
 
 @pytest.mark.parametrize(("processes", "pipeline"), [(8, 2), (12, 3)])

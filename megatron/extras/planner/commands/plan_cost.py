@@ -17,7 +17,7 @@ from megatron.config.kernels import KernelsConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.tree import Config
 from megatron.extras.object_store.objects import PART
-from megatron.extras.planner.commands.plan_goodput import (
+from megatron.extras.planner.commands.plan_estimates import (
     GoodputForecast,
     GoodputReplay,
     build_replay_json,
