@@ -49,6 +49,11 @@ class Row:
     why."""
 
 
+def load_table(name: str) -> dict[str, Any]:
+    """Return the content of the file `tables/NAME.toml`."""
+    return tomllib.loads(_TABLES.joinpath(f"{name}.toml").read_text(encoding="utf-8"))
+
+
 def read_table(name: str) -> tuple[Row, ...]:
     """Return the rows of the file `tables/NAME.toml`, in its order.
 
@@ -56,7 +61,7 @@ def read_table(name: str) -> tuple[Row, ...]:
     flags, there may be several flags, `because` names a text of the section `reasons`, and `{}` in
     `to` is the flag itself. Flags and words are separated by spaces. Without `arity` it is 0.
     """
-    table = tomllib.loads(_TABLES.joinpath(f"{name}.toml").read_text(encoding="utf-8"))
+    table = load_table(name)
     rows: list[Row] = []
     for item in table["rows"]:
         (kind,) = item.keys() & set(get_args(Kind))

@@ -19,13 +19,12 @@ from megatron.config.fields import ValueWithOrigin
 from megatron.config.normalise import CommandLine, read_argv
 from megatron.config.yaml_file import PLAIN_TAGS, compose, get_line, is_null, read_items
 from megatron.extras.interop.translators.compat import NEOX, NEOX_KEYS, Row
-from megatron.extras.interop.translators.deepspeed_json import merge_content
-from megatron.extras.interop.translators.deepspeed_keys import (
-    ACCEPTED_KEYS,
+from megatron.extras.interop.translators.deepspeed_json import (
     ALTERNATIVES,
-    PASSED_TO_DEEPSPEED,
+    KEYS,
     UNSUPPORTED_BLOCKS,
     Convert,
+    merge_content,
     read_count,
     read_flag,
     read_list,
@@ -105,7 +104,7 @@ _OTHER_NAMES = {"gas": "gradient-accumulation-steps", "save-interval": "checkpoi
 """Names of older versions."""
 _OF_DEEPSPEED = {
     key.partition(".")[0].replace("_", "-")
-    for key in (*ACCEPTED_KEYS, *UNSUPPORTED_BLOCKS, *ALTERNATIVES, "bfloat16")
+    for key in (*KEYS, *UNSUPPORTED_BLOCKS, *ALTERNATIVES, "bfloat16")
 } - {"gradient-accumulation-steps"}
 """Keys that GPT-NeoX passes on to DeepSpeed."""
 _TOKENIZERS = {
@@ -354,7 +353,7 @@ def _read_deepspeed(line: CommandLine, keys: Mapping[str, _Key]) -> None:
     line.warnings += warnings
     if "train-batch-size" in keys:
         line.typed["train-batch-size"] = tuple(keys["train-batch-size"].texts)
-    passed = [name for name in _list_dotted(content) if name in PASSED_TO_DEEPSPEED]
+    passed = [name for name in _list_dotted(content) if name in KEYS and KEYS[name].passed]
     if passed:
         line.warnings.append(
             f"{line.foreign}: {', '.join(passed)}: this has no effect here: it is for DeepSpeed's "
