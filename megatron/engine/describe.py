@@ -37,7 +37,7 @@ def list_kernels(
         ("loss", "fused projection and cross entropy", "fp32 logits are not kept"),
         ("precision", *_describe_precision(plan, execution, loss_scale)),
     ]
-    if plan.config.model.experimental_attention_variant is not None:
+    if "gated_delta_net" in plan.config.model.attention_kinds:
         how = ("PyTorch's operators", "GPUs have kernels with pip install 'megatron-3d[fla]'")
         if execution.operators.delta_rule is not None:
             how = ("kernels of fla-core", "it is installed")
@@ -80,11 +80,11 @@ def _describe_attention(plan: Plan, mesh: Mesh, execution: Execution) -> tuple[s
     config = plan.config.model
     # torch selects the kernel of SDPA at run time. The rows only name the conditions that exclude
     # its fused kernels.
-    if config.position_embedding_type == "alibi":
+    if plan.shape.has_alibi:
         attention = "SDPA with a bias", "ALiBi needs one"
     elif config.sliding_window is not None:
         attention = "SDPA with a bias", "layers with a sliding window need one"
-    elif config.multi_latent_attention:
+    elif plan.shape.attention == "latent":
         attention = "SDPA", "causal, no bias; torch's flash kernel needs values as wide as keys"
     else:
         attention = "SDPA", "causal, no bias; torch uses its fused kernel where it has one"

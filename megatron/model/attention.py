@@ -316,7 +316,7 @@ class SelfAttention(Attention):
         self.q_norm = build_query_key_norm(config, specs.get("q_norm.weight"), tp)
         self.k_norm = build_query_key_norm(config, specs.get("k_norm.weight"), tp)
         self.gate: ColumnParallelLinear | None = None
-        if config.attention_output_gate:
+        if shape.gate_dim:
             self.gate = ColumnParallelLinear(specs, "gate", tp)
         self._add_output(specs, tp)
 

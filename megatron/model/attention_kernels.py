@@ -122,9 +122,7 @@ def require_attention_kernels(
 
 def _needs_bias(shape: ModelShape, window: int | None) -> bool:
     """Return whether the layers with this window add a bias to their logits."""
-    config = shape.config
-    shortened = window is not None and window < config.seq_length
-    return shortened or config.position_embedding_type == "alibi"
+    return shape.has_alibi or (window is not None and window < shape.config.seq_length)
 
 
 def _describe_refusal(

@@ -39,7 +39,7 @@ from megatron.extras.planner.cost.memory import Verdict
 from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.prediction import can_be_predicted, predict_plan
 from megatron.extras.step.float8.recipe import MULTIPLE, fits_float8, list_float8_layers
-from megatron.model.layer_parts import get_activation
+from megatron.plan.kernel_choice import has_use
 from megatron.plan.run_plan import Plan
 from megatron.run.start.launch import count_checkpoint_bytes
 
@@ -361,8 +361,8 @@ def list_possible_fusions(plan: Plan) -> dict[str, str]:
     half = config.precision.bf16 or config.precision.fp16
     accumulates = half and not config.parallel.deepspeed
     possible = {
-        "rope_fusion": config.model.position_embedding_type == "rotary",
-        "bias_swiglu_fusion": get_activation(config.model).has_kernel,
+        "rope_fusion": has_use("rope_fusion", plan),
+        "bias_swiglu_fusion": has_use("bias_swiglu_fusion", plan),
         "cross_entropy_loss_fusion": True,
         "gradient_accumulation_fusion": accumulates,
     }

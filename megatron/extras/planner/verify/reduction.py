@@ -302,7 +302,7 @@ def _reduce_model(plan: Plan, grid: Grid) -> Values:
         "model.max_position_embeddings": length + 8 * (table > model.seq_length),
         "model.sliding_window": _choose_window(plan, grid),
     }
-    if model.multi_latent_attention:
+    if shape.attention == "latent":
         # Each width is another one.
         values |= {"model.kv_lora_rank": 20, "model.qk_head_dim": 6, "model.v_head_dim": 10}
         values |= {"model.qk_pos_emb_head_dim": 4}
