@@ -331,6 +331,10 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         {"pp_partition_method": "parameters", "num_layers_per_virtual_pipeline_stage": 2},
         "--pp-partition-method parameters and --num-layers-per-virtual-pipeline-stage 2 both",
     ),
+    (
+        {"pp_partition_method": "layers:4,2", "num_layers_per_virtual_pipeline_stage": 2},
+        "--pp-partition-method layers:4,2 and --num-layers-per-virtual-pipeline-stage 2 both",
+    ),
     ({"cpu_optimizer": True}, "--cpu-optimizer needs --deepspeed; without it, --zero-stage shards"),
     (
         {"exp_avg_sq_dtype": "bf16", "adam_beta2": 0.997},

@@ -157,6 +157,7 @@ class StepPrediction:
             (
                 len(stage.layers),
                 count_mixtures(self.job.shape, stage.layers),
+                count_linear_layers(self.job.shape, stage.layers),
                 # Shares of the layers are not the same in all stages.
                 flops.count_recomputed_layers(stage.layers, share),
                 stage.first,
