@@ -94,7 +94,6 @@ KINDS: dict[str, dict[str, str]] = {
     "latent": {
         "DeepSpeed": "--multi-latent-attention",
         "CUDA graphs": "latent attention",
-        "compiled layers": "--multi-latent-attention",
         "float8": "--multi-latent-attention",
         "muP": "--multi-latent-attention",
     },

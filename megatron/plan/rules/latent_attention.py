@@ -22,7 +22,6 @@ _FORBIDDEN = {
     "model.attention_output_gate": "it has no gate",
     "model.experimental_attention_variant": "it was not compared with gated delta nets",
     "kernels.rope_fusion": "the kernel rotates a projection to queries, keys and values",
-    "kernels.use_torch_compile": "it was not compared with compiled layers",
     "precision.fp8_format": "its products have no float8 form",
 }
 """Field that excludes latent attention -> why."""
