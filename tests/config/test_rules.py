@@ -432,6 +432,16 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         {**VARLEN, "attention_dropout": 0.1},
         "--use-varlen-attention cannot be combined with --attention-dropout 0.1",
     ),
+    (
+        {
+            **VARLEN,
+            "multi_latent_attention": True,
+            "position_embedding_type": "rotary",
+            "add_bias_linear": False,
+            "v_head_dim": 200,
+        },
+        "the width of a head is 192, but its kernel needs",
+    ),
     ({**VARLEN, "kv_channels": 20}, "the width of a head is 20, but its kernel needs a multiple"),
     ({**VARLEN, "kv_channels": 264}, "the width of a head is 264, but its kernel needs"),
     (
