@@ -109,10 +109,7 @@ class Gauge:
     def describe(self) -> str:
         """Return what is used, of how much, and the percentage."""
         # Some file systems report a size of 0, for example /proc.
-        if self.full:
-            part = f" ({100 * self.used / self.full:.1f} %)"
-        else:
-            part = ""
+        part = f" ({100 * self.used / self.full:.1f} %)" if self.full else ""
         return f"{self.format_amount(self.used)} of {self.format_amount(self.full)}{part}"
 
 
