@@ -12,9 +12,9 @@ from itertools import accumulate
 
 from megatron.base.errors import ConfigError
 from megatron.extras.planner.cost.hardware import Hardware
-from megatron.extras.planner.cost.layout import RankLayout, Software
+from megatron.extras.planner.cost.layout import RankLayout, Software, StepJob
 from megatron.extras.planner.cost.memory import BALANCED_ENDS, Verdict, build_stages
-from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
+from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.model.partition import GIVEN_SIZES
 from megatron.model.shape import ModelShape
 
