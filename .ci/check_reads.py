@@ -56,7 +56,7 @@ ALLOWED = {
     "megatron/extras/operations/rollback/cutting.py": ("filecmp.cmp", _OWN),
     "megatron/extras/operations/slurm/node_probe.py": ("read_bytes", _OWN),
     "megatron/extras/planner/cost/hardware.py": ("read_text", _OWN),
-    "megatron/extras/planner/dry_run/cuda_guard.py": ("read_bytes", _OWN),
+    "megatron/extras/planner/dry_run/process.py": ("read_bytes", _OWN),
     "megatron/extras/planner/ladder/runs.py": ("yaml.safe_load", "it is given a text"),
     "megatron/extras/preparation/conversations/build.py": ("open", _KERNEL),
     "megatron/extras/preparation/preprocess/encoders.py": ("open", _KERNEL),

@@ -38,7 +38,6 @@ from megatron.console.preset_table import format_preset_table
 from megatron.console.run_tool import run_tool
 from megatron.data.epochs import DatasetUse, measure_training_data, warn_about_many_epochs
 from megatron.extras.interop.translators.translator import load_config
-from megatron.extras.planner.commands.plan_config import write_config
 from megatron.extras.planner.commands.plan_cost import build_cost_json, format_cost, write_trace
 from megatron.extras.planner.commands.plan_dry_run import (
     build_dry_run_json,
@@ -60,6 +59,7 @@ from megatron.extras.planner.commands.plan_source import (
     read_source,
     rename_document,
     split_arguments,
+    write_config,
     write_documents,
 )
 from megatron.extras.planner.cost.goodput import CostOptions

@@ -8,6 +8,7 @@ import torch
 from megatron.base.plain_text import format_count
 from megatron.config.kernels import SWITCHES
 from megatron.engine.loss_scale import LossScale
+from megatron.model.attention_kernels import pads_values
 from megatron.model.execution import Execution
 from megatron.model.fused_operators import FusedOperators
 from megatron.model.loss import find_chunk_bytes
@@ -37,7 +38,7 @@ def list_kernels(
         ("loss", "fused projection and cross entropy", "fp32 logits are not kept"),
         ("precision", *_describe_precision(plan, execution, loss_scale)),
     ]
-    if plan.config.model.experimental_attention_variant is not None:
+    if "gated_delta_net" in plan.config.model.attention_kinds:
         how = ("PyTorch's operators", "GPUs have kernels with pip install 'megatron-3d[fla]'")
         if execution.operators.delta_rule is not None:
             how = ("kernels of fla-core", "it is installed")
@@ -80,41 +81,41 @@ def _describe_attention(plan: Plan, mesh: Mesh, execution: Execution) -> tuple[s
     config = plan.config.model
     # torch selects the kernel of SDPA at run time. The rows only name the conditions that exclude
     # its fused kernels.
-    if config.position_embedding_type == "alibi":
-        attention = "SDPA with a bias", "ALiBi needs one"
-    elif config.sliding_window is not None:
-        attention = "SDPA with a bias", "layers with a sliding window need one"
-    elif config.multi_latent_attention:
-        attention = "SDPA", "causal, no bias; torch's flash kernel needs values as wide as keys"
-    else:
-        attention = "SDPA", "causal, no bias; torch uses its fused kernel where it has one"
+    how, why = "SDPA with a bias", "layers with a sliding window need one"
+    if plan.shape.has_alibi:
+        why = "ALiBi needs one"
+    elif config.sliding_window is None:
+        how, why = "SDPA", "causal, no bias; torch uses its fused kernel where it has one"
+    padded = _describe_padding(plan, mesh, execution)
+    how += padded
     if config.attention_dropout > 0 and not execution.draws_by_kernel:
         masks = "masks of --attention-dropout that are the same on every layout need scores"
         megabytes = find_chunk_bytes(on_gpu=mesh.device.type == "cuda") >> 20
-        attention = (
-            "products and softmax, some queries at a time",
+        how = "products and softmax, some queries at a time"
+        why = (
             f"{masks}: up to {megabytes} MiB of them in fp32, each block computed twice; "
-            "--attention-dropout 0 has a fused kernel",
+            "--attention-dropout 0 has a fused kernel"
         )
     elif execution.attention_kernels:
         # The conditions above apply to torch's own choice.
-        kernels = " ".join(execution.attention_kernels)
-        why = plan.kernel_reasons.get("attention_backend", "--attention-backend")
-        attention = (
-            attention[0],
-            f"the first possible kernel of: {kernels}; {why}",
-        )
+        reason = plan.kernel_reasons.get("attention_backend", "--attention-backend")
+        why = f"the first possible kernel of: {' '.join(execution.attention_kernels)}; {reason}"
     if execution.pack_documents:
         if mesh.device.type == "cpu":
             return "document by document", "a CPU has no kernel for all documents of a microbatch"
-        return "torch's varlen_attn", "one call for all documents of a microbatch"
+        return f"torch's varlen_attn{padded}", "one call for all documents of a microbatch"
     if plan.config.data.reset_attention_mask:
         if execution.compile:
-            note = "; attention is not compiled"
-        else:
-            note = ""
-        return f"{attention[0]}, document by document", attention[1] + note
-    return attention
+            why += "; attention is not compiled"
+        how += ", document by document"
+    return how, why
+
+
+def _describe_padding(plan: Plan, mesh: Mesh, execution: Execution) -> str:
+    pads = execution.pack_documents or pads_values(execution.attention_kernels, mesh.device)
+    if pads and plan.shape.value_dim < plan.shape.head_dim:
+        return f", values padded to {plan.shape.head_dim} channels"
+    return ""
 
 
 def _describe_precision(

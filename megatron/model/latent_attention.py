@@ -20,7 +20,7 @@ s: sequence, b: micro-batch, h: hidden, n: heads, d: width of a query, t: tensor
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.model.attention import Attention
@@ -61,8 +61,8 @@ class LatentAttention(Attention):
         self.rotary_dim = config.qk_pos_emb_head_dim
         self.logit_factor = shape.latent_logit_factor
         specs = ATTENTIONS.require("latent").list_parameters(shape, tp.size, tp.rank)
-        self.query_down: ReplicatedLinear | None = None
-        self.query_norm: Norm | None = None
+        self.query_down: nn.Module = nn.Identity()
+        self.query_norm: nn.Module = nn.Identity()
         if config.q_lora_rank is not None:
             self.query_down = ReplicatedLinear(specs, "query_down", tp)
             self.query_norm = _build_latent_norm(config, config.q_lora_rank, tp)
@@ -105,11 +105,8 @@ class LatentAttention(Attention):
             Queries [s, b, n/t, d], keys [s, b, rotary] and latent vectors [s, b, latent]. Latent
             vectors are outside of the tensor-parallel region: [s/t, ...] with sequence parallelism.
         """
-        source = x
-        if self.query_down is not None and self.query_norm is not None:
-            source = self.query_norm(self.query_down(x))
-        width = self.heads * self.head_dim
-        query = trim_columns(self.query(source), width).unflatten(2, (1, self.heads, -1))
+        query = self.query(self.query_norm(self.query_down(x)))
+        query = trim_columns(query, self.heads * self.head_dim).unflatten(2, (1, self.heads, -1))
         widths = (self.latent_dim, self.rotary_dim)
         latent, shared = self.latent_down(x).split(widths, dim=2)
         # Each rank's gradient of this key is of its own heads only.

@@ -228,11 +228,12 @@ def _list_dot_product(shape: ModelShape, tensor_size: int, rank: int) -> Specs:
         projection = make_linear_specs(
             "qkv", rows, config.hidden_size, Init.NORMAL, bias=bias, shard_dim=0
         )
-    if config.attention_output_gate:
+    if shape.gate_dim:
         # A matrix of its own, so that the rows of a group stay neighbours in the other one.
+        rows = config.num_attention_heads * shape.gate_dim
         bias = shape.has_qkv_bias
         projection |= make_linear_specs(
-            "gate", q, config.hidden_size, Init.NORMAL, bias=bias, shard_dim=0
+            "gate", rows, config.hidden_size, Init.NORMAL, bias=bias, shard_dim=0
         )
     bias = shape.has_attention_bias
     return (

@@ -85,6 +85,7 @@ LAYOUTS = [
         f"--sharding-strategy hsdp --hsdp-shard-size 2 {TP2} --checkpoint-activations "
         "--checkpoint-fraction 1/2",
     ),
+    Layout("EP 4, TP 2, SP, compiled", 4, f"{EP} 4 {TP2} {SP} --use-torch-compile", (EXPERTS,)),
     Layout("Muon, TP 2, SP", 4, f"{TP2} {SP}", common="--optimizer muon"),
 ]
 

@@ -45,7 +45,7 @@ def add_late_reading(kind: EngineKind) -> EngineKind:
         engine: Any = kind.load(device_type)
         if device_type not in LATE_DEVICES:
             return engine
-        from megatron.extras.step.late_reading.engine import make_late
+        from megatron.extras.step.late_reading import make_late
 
         return make_late(engine)
 

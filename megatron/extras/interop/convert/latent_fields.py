@@ -85,7 +85,7 @@ class Latents:
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """See `Pair`."""
         # Classes without it have their own names of projections.
-        if not model.multi_latent_attention:
+        if "latent" not in model.attention_kinds:
             raise ConfigError("the class has latent attention, and this model has not")
         if model.latent_norm_epsilon != _EPSILON:
             raise ConfigError(

@@ -31,7 +31,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from email.message import EmailMessage
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, TypeVar
 
 from megatron.base import exit_codes
 from megatron.base.durable import append_lines, replace_file, without_links
@@ -55,6 +55,9 @@ _SUBJECT_CHARACTERS = 150
 _TIME = "%Y-%m-%d %H:%M:%S"
 _OWN_LINE = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\] (?:PULSE|ALERT|RECOVERED): ")
 """Beginning of a line that these tools wrote, not the training."""
+
+
+Content = TypeVar("Content")
 
 
 @dataclass(frozen=True)
@@ -145,10 +148,14 @@ class CheckFindings:
     troubles: list[str] = field(default_factory=list)
     """What could not be read, examined or written, and why."""
 
+    def watch(self, kind: str) -> str:
+        """Note that a kind of alert is checked, and return it."""
+        self.watched.add(kind)
+        return kind
+
     def add_alert(self, kind: str, text: str) -> None:
         """Add an alert. Its kind was checked."""
-        self.watched.add(kind)
-        self.alerts.append(Alert(kind, text))
+        self.alerts.append(Alert(self.watch(kind), text))
 
     def deliver(self, outlets: Outlets, runs: Sequence[Path]) -> int:
         """Write and send everything, and return the exit code of the tool.
@@ -195,8 +202,10 @@ def deliver(
     # with the first alert.
     channels, unsent = _build_channels(outlets, os.environ)
     troubles: list[str] = []
+    remark = "; alerts that had been sent are sent again"
     with _lock_memory(outlets.memory, troubles):
-        memory = _read(outlets.memory, troubles)
+        memory = read_record(outlets.memory, _AlertMemory.parse, troubles, remark)
+        memory = memory or _AlertMemory()
         before = asdict(memory)
         changes, due = _format_lines(alerts, watched, memory, outlets.repeat_hours * 3600.0, now)
         lines = [*(log_line("PULSE", text, now) for text in pulses), *changes]
@@ -297,10 +306,7 @@ class _AlertMemory:
 
     @staticmethod
     def parse(record: Any) -> "_AlertMemory":
-        """Check the content of a memory file, and convert it.
-
-        Content of another form raises a ValueError, TypeError, KeyError or AttributeError.
-        """
+        """Check the content of a memory file, and convert it. See `read_record`."""
         lasting = {
             str(kind): {
                 "text": str(each["text"]),
@@ -316,49 +322,44 @@ class _AlertMemory:
         return _AlertMemory(lasting, outbox)
 
 
-def read_record(path: Path) -> Any:
-    """Return the content of a small JSON file, or None if the file does not exist.
+def read_record(
+    path: Path, parse: Callable[[Any], Content], troubles: list[str], remark: str = ""
+) -> Content | None:
+    """Return the content of a small JSON file. None if it is missing or damaged.
 
-    Raises:
-        OperationsError: The file cannot be read, or is not JSON. The caller starts with an empty
-            record.
+    Args:
+        path: The file.
+        parse: Checks and converts the content. Content of another form raises a ValueError,
+            TypeError, KeyError or AttributeError.
+        troubles: Gets a line if the file is damaged. The caller starts with an empty record.
+        remark: The end of this line, with what that means.
     """
     try:
-        return load_json(path)
+        record = load_json(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise OperationsError(
-            f"{path} cannot be read and is started from scratch: {error}"
-        ) from error
-
-
-def _read(path: Path, troubles: list[str]) -> _AlertMemory:
-    """Return the memory, or an empty one and a trouble if the file is damaged."""
+        troubles.append(f"{path} cannot be read and is started from scratch: {error}{remark}")
+        return None
     try:
-        record = read_record(path)
-        if record is None:
-            return _AlertMemory()
-        return _AlertMemory.parse(record)
-    except OperationsError as error:
-        troubles.append(f"{error}; alerts that had been sent are sent again")
+        return parse(record)
     except (ValueError, TypeError, KeyError, AttributeError):
-        troubles.append(
-            f"{path} has an unknown format and is started from scratch; alerts that had been sent "
-            "are sent again"
-        )
-    return _AlertMemory()
+        troubles.append(f"{path} has an unknown format and is started from scratch{remark}")
+        return None
+
+
+def write_record(path: Path, text: str, troubles: list[str], remark: str) -> None:
+    """Replace a small JSON file, or add a trouble that ends with a remark."""
+    try:
+        replace_file(path, text + "\n")
+    except OSError as error:
+        troubles.append(f"{path} cannot be written ({error.strerror}){remark}")
 
 
 def _write(path: Path, memory: _AlertMemory, troubles: list[str]) -> None:
     """Replace the memory file, or add a trouble."""
-    try:
-        replace_file(path, json.dumps(asdict(memory), indent=1) + "\n")
-    except OSError as error:
-        troubles.append(
-            f"{path} cannot be written ({error.strerror}); until then, alerts are sent at each "
-            "check"
-        )
+    remark = "; until then, alerts are sent at each check"
+    write_record(path, json.dumps(asdict(memory), indent=1), troubles, remark)
 
 
 def _format_lines(

@@ -263,7 +263,7 @@ def _describe_attention(plan: Plan) -> str:
     """Return the heads, and the key/value groups or the latent vectors."""
     model = plan.config.model
     heads = f"{model.num_attention_heads} heads of {plan.head_dim}"
-    if not model.multi_latent_attention:
+    if plan.shape.attention != "latent":
         return f"{heads}, {plan.num_query_groups} key/value groups"
     queries = ""
     if model.q_lora_rank is not None:

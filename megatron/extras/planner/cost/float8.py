@@ -86,7 +86,7 @@ def list_attention_linears(shape: ModelShape, tensor: int) -> list[Linear]:
     k = shape.query_groups * shape.head_dim
     own_k = max(1, shape.query_groups // tensor) * shape.head_dim
     queries: tuple[int, ...] = (q // tensor + 2 * own_k,)
-    if config.attention_output_gate:
+    if shape.gate_dim:
         # The gate is a matrix of its own, which reads the same input.
         queries += (q // tensor,)
     return [

@@ -174,6 +174,7 @@ class _RankPeak:
                 holds=self._holds,
                 holds_outside=self._holds_outside,
                 windowed=kind[0],
+                mlp=kind[1],
                 kind=TENSORS_BY_ATTENTION.require(kind[2]).require(kind[1]),
             )
             for kind in sorted(set(self._kind_of_layer))

@@ -157,6 +157,7 @@ class StepPrediction:
             (
                 len(stage.layers),
                 count_mixtures(self.job.shape, stage.layers),
+                count_linear_layers(self.job.shape, stage.layers),
                 # Shares of the layers are not the same in all stages.
                 flops.count_recomputed_layers(stage.layers, share),
                 stage.first,
@@ -397,10 +398,8 @@ def _estimate_parts(
     for kind in kinds:
         window, mlp, attention = kind
         # Other trainers have times of their own for layers with attention only.
-        of_layer = classes[mlp]
-        if attention != "dot_product":
-            of_layer = TIMES_BY_ATTENTION.require(attention).require(mlp)
-        of_kind = of_layer(*arguments)
+        own = TIMES_BY_ATTENTION.require(attention)
+        of_kind = (classes[mlp] if own is LAYER_TIMES else own.require(mlp))(*arguments)
         plain[kind] = of_kind.estimate_layer(window)
         again[kind] = of_kind.estimate_recomputed_layer(window)
     return _Parts(plain, again, times.estimate_embedding(), times.estimate_output())

@@ -54,7 +54,7 @@ def choose_kernel(
     """
     if in_blocks:
         return "none"
-    biased = windowed or shape.config.position_embedding_type == "alibi"
+    biased = windowed or shape.has_alibi
     # Torch's flash kernel takes values that are as wide as keys.
     flash = flash and (cudnn or shape.value_dim == shape.head_dim)
     if flash and half and (cudnn or not biased):
@@ -232,7 +232,7 @@ class LayerTensors:
         # The norms of heads are between the projection and the rotation.
         self._fused_rotation = (
             software.fused_rotation
-            and config.position_embedding_type == "rotary"
+            and shape.rotary_dim > 0
             and config.qk_norm is None
             and shape.attention == "dot_product"
         )
@@ -271,7 +271,7 @@ class LayerTensors:
         self._result: float = per_value * self._heads * shape.value_dim
         """What the attention core returns."""
         self._f = per_value * shape.ffn_hidden_size // layout.tensor
-        self._gate: float = self._q * config.attention_output_gate
+        self._gate: float = per_value * self._heads * shape.gate_dim
         self._layout = layout
         self.whole = per_value * config.hidden_size
         """Hidden states of all tokens."""
@@ -343,7 +343,7 @@ class LayerTensors:
         if copied:
             return size
         # The rotation and the norms of heads write queries and keys to a new tensor.
-        if self._config.position_embedding_type == "rotary" or self._config.qk_norm is not None:
+        if self._shape.rotary_dim or self._config.qk_norm is not None:
             size += self._q + self._k
         # Queries of several heads of a group are not in one piece, so they are copied. The norms of
         # heads write them to a tensor of their own.
@@ -378,7 +378,7 @@ class LayerTensors:
             return self._q + size
         # The queries are a view of what the rotation wrote, or of the projection.
         others = 2
-        if self._config.position_embedding_type == "rotary":
+        if self._shape.rotary_dim:
             others = 1
         if self._fused_rotation or self._norms_in_fp32:
             others = 0
@@ -519,16 +519,14 @@ class LayerTensors:
         if self._context > 1 and not self._exchanges:
             # The queries of one part, and all keys.
             square = self.value * s * (s // (2 * self._context))
-        elif self._context > 1 and config.position_embedding_type == "alibi":
+        elif self._context > 1 and self._shape.has_alibi:
             square //= self._context
-        size = 0.0
-        if config.position_embedding_type == "rotary":
-            # Cosine and sine of half of the rotated channels, in fp32.
-            size += 4 * s * self._shape.rotary_dim
-        if config.position_embedding_type == "alibi":
+        # Cosine and sine of half of the rotated channels, in fp32.
+        size: float = 4 * s * self._shape.rotary_dim
+        if self._shape.has_alibi:
             size += self._heads * square
         if config.sliding_window is not None and config.sliding_window < s:
-            size += square * (self._heads if config.position_embedding_type == "alibi" else 1)
+            size += square * (self._heads if self._shape.has_alibi else 1)
         return size
 
     # -- the backward pass of a layer -------------------------------------------------------------

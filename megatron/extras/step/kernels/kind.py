@@ -81,9 +81,33 @@ def choose_operators(
             )
         flags = " ".join(config.fusion_flags)
         raise ConfigError(f"{flags}: {obstacle}, or leave the flag out")
-    from megatron.extras.step.kernels.operators import build_operators
-
     return build_operators(config, has_dropout=has_dropout)
+
+
+def build_operators(config: KernelsConfig, *, has_dropout: bool = False) -> FusedOperators:
+    """Return the kernels that the configuration asks for. Their calls need Triton.
+
+    Args:
+        config: The settings of kernels.
+        has_dropout: Whether the model has dropout.
+    """
+    from megatron.extras.step.kernels.adamw import KernelAdamW
+    from megatron.extras.step.kernels.cross_entropy import CrossEntropyKernels
+    from megatron.extras.step.kernels.dropout import drop
+    from megatron.extras.step.kernels.gate import ACTIVATION_KERNELS
+    from megatron.extras.step.kernels.residual_norm import add_and_normalise
+    from megatron.extras.step.kernels.rotary import divide_projection
+    from megatron.model.fused_operators import FusedOperators
+
+    chosen: dict[str, Any] = {
+        "drop": has_dropout and drop,
+        "rotate_projection": config.rope_fusion and divide_projection,
+        "activations": config.bias_swiglu_fusion and dict(ACTIVATION_KERNELS.list_rows()),
+        "add_and_normalise": config.residual_norm_fusion and add_and_normalise,
+        "loss": config.cross_entropy_loss_fusion and CrossEntropyKernels(),
+        "build_adamw": config.adamw_fusion and KernelAdamW,
+    }
+    return FusedOperators(**{name: kernel for name, kernel in chosen.items() if kernel})
 
 
 def add_attention(softmax_type: str, operators: FusedOperators | None = None) -> FusedOperators:
@@ -98,7 +122,7 @@ def add_attention(softmax_type: str, operators: FusedOperators | None = None) ->
 def find_delta_rule(plan: Plan) -> bool:
     """Return whether the model has the gated delta rule in 16 bits, and fla-core is installed."""
     config = plan.config
-    if config.model.experimental_attention_variant != "gated_delta_net":
+    if "gated_delta_net" not in config.model.attention_kinds:
         return False
     in_16_bits = config.precision.bf16 or config.precision.fp16
     return in_16_bits and importlib.util.find_spec("fla") is not None
