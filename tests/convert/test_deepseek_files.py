@@ -13,10 +13,10 @@ from torch import Tensor
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.checkpoint.load import open_checkpoint
 from megatron.extras.interop.convert.export import ExportOptions, export_checkpoint
-from megatron.extras.interop.convert.fp8_blocks import list_scales, read_fp8
 from megatron.extras.interop.convert.hf_files import HfTensors
 from megatron.extras.interop.convert.importing import import_model
 from megatron.extras.interop.convert.packed import RowPart
+from megatron.extras.interop.convert.quantised import list_scales, read_fp8
 
 BALANCE = "model.layers.1.mlp.gate.e_score_correction_bias"
 

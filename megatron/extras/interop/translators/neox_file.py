@@ -18,7 +18,7 @@ from megatron.base.plain_text import find_close_names
 from megatron.config.fields import ValueWithOrigin
 from megatron.config.normalise import CommandLine, read_argv
 from megatron.config.yaml_file import PLAIN_TAGS, compose, get_line, is_null, read_items
-from megatron.extras.interop.translators.compat import NEOX, NEOX_KEYS, Row
+from megatron.extras.interop.translators.compat import NEOX, NEOX_KEYS, NEOX_TRAINER, Row
 from megatron.extras.interop.translators.deepspeed_json import (
     ALTERNATIVES,
     KEYS,
@@ -81,25 +81,6 @@ def _get_plain_scalar(node: yaml.ScalarNode) -> Any:
     return node.value
 
 
-_IDENTIFY = frozenset(
-    {
-        "pipe-parallel-size",
-        "model-parallel-size",
-        "gpt-j-residual",
-        "no-weight-tying",
-        "pos-emb",
-        "rotary-pct",
-        "attention-config",
-        "output-layer-init-method",
-        "train-micro-batch-size-per-gpu",
-        "zero-optimization",
-        "checkpoint-factor",
-        "train-data-paths",
-        "checkpoint-validation-with-forward-pass",
-        "text-gen-type",
-    }
-)
-"""Keys that only a file of GPT-NeoX has at its top level."""
 _OTHER_NAMES = {"gas": "gradient-accumulation-steps", "save-interval": "checkpoint-factor"}
 """Names of older versions."""
 _OF_DEEPSPEED = {
@@ -170,7 +151,7 @@ def read_neox_files(paths: Sequence[str]) -> CommandLine | None:
     """
     errors: list[str] = []
     keys = _merge_files(paths, errors)
-    if not keys.keys() & _IDENTIFY:
+    if keys.keys().isdisjoint(NEOX_TRAINER.identify):
         return None
     line = CommandLine(foreign=" ".join(paths), errors=errors)
     line.typed[NEOX] = tuple(paths)

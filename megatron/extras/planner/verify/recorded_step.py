@@ -24,7 +24,7 @@ from megatron.extras.inference.generate.load import load_model
 from megatron.extras.interop.convert.architectures import ARCHITECTURES
 from megatron.extras.interop.convert.megatron_names import rename
 from megatron.extras.interop.convert.tensors import TensorPair, pair_tensors
-from megatron.extras.interop.convert.trainer_names import (
+from megatron.extras.interop.convert.trainer_files import (
     FMS_LLAMA,
     NANOGPT,
     choose_llm_baselines_names,
