@@ -262,9 +262,9 @@ def _format_model(plan: Plan, hardware: Hardware) -> list[str]:
 def _describe_attention(plan: Plan) -> str:
     """Return the heads, and the key/value groups or the latent vectors."""
     model = plan.config.model
-    heads = f"{model.num_attention_heads} heads of {plan.head_dim}"
+    heads = f"{model.num_attention_heads} heads of {plan.shape.head_dim}"
     if plan.shape.attention != "latent":
-        return f"{heads}, {plan.num_query_groups} key/value groups"
+        return f"{heads}, {plan.shape.query_groups} key/value groups"
     queries = ""
     if model.q_lora_rank is not None:
         queries = f", and of {model.q_lora_rank:,} for queries"
@@ -281,7 +281,7 @@ def _format_mlp(plan: Plan) -> list[str]:
     """Describe the layers with an MLP, if there are any."""
     if len(plan.shape.expert_layers) == plan.config.model.num_layers:
         return []
-    return [_format_row("feed-forward", f"{plan.ffn_hidden_size:,} wide")]
+    return [_format_row("feed-forward", f"{plan.shape.ffn_hidden_size:,} wide")]
 
 
 def _format_experts(plan: Plan, hardware: Hardware) -> list[str]:
