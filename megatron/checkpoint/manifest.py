@@ -116,10 +116,9 @@ def manifest_of_text(text: str, folder: Path) -> Manifest:
     # The number is only believed if the digest agrees, or if there is none, because every readable
     # format has one. Otherwise a flipped bit may have changed it, which is damage.
     if isinstance(found, int) and found not in _READABLE and (agrees or digest is None):
+        way_out = "load it with the version that wrote it"
         if found > FORMAT:
             way_out = "update this installation"
-        else:
-            way_out = "load it with the version that wrote it"
         raise CheckpointError(
             f"{folder} has format {found}; this version reads formats {_READABLE[0]} to {FORMAT}: "
             f"{way_out}"

@@ -221,19 +221,17 @@ class Saver:
             lambda: free_bytes(staging), f"reading the free space of {staging}", self._log
         )
         room = int(free // (self._store.count_staged(size) + SMALL_FILES))
+        how = "training waits for them"
         if self._config.async_save:
             how = "written while training continues"
-        else:
-            how = "training waits for them"
         keep = self._config.keep_latest_checkpoints
         if keep is None:
             kept = "all are kept"
         else:
             kept = f"the newest {keep} are kept"
+        shortage = "; THERE IS NO ROOM: saves will fail"
         if room > 0:
             shortage = ""
-        else:
-            shortage = "; THERE IS NO ROOM: saves will fail"
         return (
             f"{format_bytes(size)} each",
             f"{how}, {kept}; {format_bytes(free)} free, enough for {room}{shortage}",
@@ -419,10 +417,9 @@ class Saver:
         if not warnings or self._warned:
             return
         self._warned = True
+        others = ""
         if len(warnings) > 1:
             others = f" (and {format_count(len(warnings) - 1, 'other rank')})"
-        else:
-            others = ""
         self._log(f"warning: {warnings[0]}{others}")
 
     def _start_stage(self, stage: SaveStage, save: SaveInProgress) -> None:

@@ -211,10 +211,9 @@ def require_compiler(device: torch.device) -> None:
     except find_compilation_error() as failure:
         # The exception's text has many lines of hints. The first one names the cause.
         reason = next(iter(f"{failure}".splitlines()), type(failure).__name__)
+        needed = "Triton and a C compiler"
         if device.type == "cpu":
             needed = "a C++ compiler (g++; $CXX names another one)"
-        else:
-            needed = "Triton and a C compiler"
         raise ConfigError(
             f"--use-torch-compile is given, but torch.compile fails on this machine ({reason}); it "
             f"needs {needed}: install what is missing or leave the flag out"
