@@ -54,10 +54,9 @@ def list_kernels(
     if execution.recomputed_part or execution.recompute_attention_core:
         rows.append(("recomputation", *_describe_recomputation(execution)))
     if execution.compile:
+        graphs = "all layers share their graphs"
         if execution.dynamic_shapes:
             graphs = "any sequence length"
-        else:
-            graphs = "all layers share their graphs"
         rows.append(
             (
                 "compiler",
@@ -121,14 +120,12 @@ def _describe_padding(plan: Plan, mesh: Mesh, execution: Execution) -> str:
 def _describe_precision(
     plan: Plan, execution: Execution, loss_scale: LossScale | None
 ) -> tuple[str, str]:
+    stream = ""
     if execution.fp32_residual:
         stream = ", residual stream fp32"
-    else:
-        stream = ""
+    scale = ""
     if loss_scale is not None:
         scale = f"; loss scale {loss_scale.describe()}"
-    else:
-        scale = ""
     dtype = str(execution.dtype or torch.float32).removeprefix("torch.")
     first, second = plan.config.optimizer.exp_avg_dtype, plan.config.optimizer.exp_avg_sq_dtype
     in_fp32 = "masters, moments and accumulation in fp32"
@@ -170,11 +167,10 @@ def _describe_pipeline(plan: Plan, mesh: Mesh, pipelined: str) -> tuple[str, str
     ranks = mesh.grid.pipeline
     stages = plan.stages
     layers = " ".join(str(len(stage.layers)) for stage in stages)
+    virtual = ""
     # A rank holds more than one stage only with virtual stages (interleaved 1F1B).
     if len(stages) > ranks:
         virtual = f", {len(stages) // ranks} stages on each"
-    else:
-        virtual = ""
     return f"{ranks} ranks{virtual}, {pipelined}", f"layers of the stages: {layers}"
 
 

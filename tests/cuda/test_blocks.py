@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 from cuda.conftest import Call
 from cuda.fake_ranks import Case, plan_case
+from megatron.extras.planner.cost.experts import MLP_TENSORS
 
 from megatron.extras.planner.cost import layers
-from megatron.extras.planner.cost.experts import MLP_TENSORS
 from megatron.extras.planner.cost.hardware import load_hardware
 from megatron.extras.planner.cost.layout import StepJob
 from megatron.extras.planner.cost.tensors import TensorCase, measure_tensors

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megatron.extras.planner.cost.experts import MixtureTimes
+
 from megatron.extras.planner.commands.plan_estimates import (
     PaperActivations,
 )
-from megatron.extras.planner.cost.experts import MixtureTimes
 from megatron.extras.planner.cost.float8 import Linear, Rounding
 from megatron.extras.planner.cost.kernels import Gemm, estimate_memory_seconds
 from megatron.extras.planner.cost.layers import LayerTimes, Passes, Seconds, _put_into_float8
