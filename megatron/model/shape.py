@@ -49,9 +49,7 @@ class ModelShape:
     @property
     def value_dim(self) -> int:
         """Width of a value of an attention head."""
-        if self.config.multi_latent_attention:
-            return self.config.v_head_dim
-        return self.head_dim
+        return self.config.v_head_dim if self.config.multi_latent_attention else self.head_dim
 
     @property
     def query_groups(self) -> int:
@@ -151,9 +149,7 @@ class ModelShape:
     def attention(self) -> AttentionKind:
         """The kind of the layers that have attention."""
         # Each such layer of a model has the same kind.
-        if self.config.multi_latent_attention:
-            return "latent"
-        return "dot_product"
+        return "latent" if self.config.multi_latent_attention else "dot_product"
 
     def describe_layer(self, index: int) -> LayerDescription:
         """Return the description of layer number `index` of the complete model, from 0."""
