@@ -85,7 +85,10 @@ def _describe_attention(plan: Plan, mesh: Mesh, execution: Execution) -> tuple[s
         why = "ALiBi needs one"
     elif config.sliding_window is None:
         how, why = "SDPA", "causal, no bias; torch uses its fused kernel where it has one"
-    padded = _describe_padding(plan, mesh, execution)
+    kernels, packs, shape = execution.attention_kernels, execution.pack_documents, plan.shape
+    padded = ""
+    if shape.value_dim < shape.head_dim and (packs or pads_values(kernels, mesh.device)):
+        padded = f", values padded to {shape.head_dim} channels"
     how += padded
     if config.attention_dropout > 0 and not execution.draws_by_kernel:
         masks = "masks of --attention-dropout that are the same on every layout need scores"
@@ -95,11 +98,11 @@ def _describe_attention(plan: Plan, mesh: Mesh, execution: Execution) -> tuple[s
             f"{masks}: up to {megabytes} MiB of them in fp32, each block computed twice; "
             "--attention-dropout 0 has a fused kernel"
         )
-    elif execution.attention_kernels:
+    elif kernels:
         # The conditions above apply to torch's own choice.
         reason = plan.kernel_reasons.get("attention_backend", "--attention-backend")
-        why = f"the first possible kernel of: {' '.join(execution.attention_kernels)}; {reason}"
-    if execution.pack_documents:
+        why = f"the first possible kernel of: {' '.join(kernels)}; {reason}"
+    if packs:
         if mesh.device.type == "cpu":
             return "document by document", "a CPU has no kernel for all documents of a microbatch"
         return f"torch's varlen_attn{padded}", "one call for all documents of a microbatch"
@@ -108,13 +111,6 @@ def _describe_attention(plan: Plan, mesh: Mesh, execution: Execution) -> tuple[s
             why += "; attention is not compiled"
         how += ", document by document"
     return how, why
-
-
-def _describe_padding(plan: Plan, mesh: Mesh, execution: Execution) -> str:
-    pads = execution.pack_documents or pads_values(execution.attention_kernels, mesh.device)
-    if pads and plan.shape.value_dim < plan.shape.head_dim:
-        return f", values padded to {plan.shape.head_dim} channels"
-    return ""
 
 
 def _describe_precision(
