@@ -450,9 +450,8 @@ def _compute_wsd_floor(values: FlagValues) -> Computed:
     scale = values.get_number("--wsd-final-lr-scale", 0.0)
     if not scale >= 0:
         return None, ""
-    return scale * values.get_field(
-        "optimizer.lr"
-    ), f"the peak rate x --wsd_final_lr_scale {scale:g}"
+    peak = values.get_field("optimizer.lr")
+    return scale * peak, f"the peak rate x --wsd_final_lr_scale {scale:g}"
 
 
 def _compute_wsd_start(values: FlagValues) -> Computed:
