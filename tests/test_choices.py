@@ -30,7 +30,7 @@ from megatron.extras.planner.cost.layout import TRAINER, RankLayout
 from megatron.extras.planner.cost.tensors import TensorCase, measure_tensors
 from megatron.extras.samples.kinds import SOURCE_KINDS
 from megatron.extras.step.float8.recipe import GRADIENTS, ROWWISE
-from megatron.extras.watch.replay.replay import EXCLUDES
+from megatron.extras.watch.replay import EXCLUDES
 from megatron.extras.watch.trackers.trackers import TRACKERS
 from megatron.model import flops
 from megatron.model.attention_kernels import use_attention_kernels

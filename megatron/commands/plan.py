@@ -327,8 +327,8 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
             f"{options.write_config} is written. Its configuration has the digest {digest}.",
         )
     # A failure to draw is printed in place of the report, so that --json prints one document.
-    if not plan.errors:
-        _write_trace(plan, options, hardware)
+    if not plan.errors and options.trace is not None:
+        write_trace(predict_plan(plan, hardware), options.trace)
     search = _print_report(options, plan, at, warnings, assumed, uses, hardware, notes)
     return _choose_exit_code(plan, hardware, search)
 
@@ -447,16 +447,6 @@ def _format_search(search: _Search | None) -> list[str]:
     if search.explained is not None:
         lines += ["", *format_explanation(search.explained, search.found)]
     return lines
-
-
-def _write_trace(plan: Plan, options: PlanArguments, hardware: Hardware) -> None:
-    """Write the trace of a step if it is asked for.
-
-    Raises:
-        ConfigError: The hardware has no peak for fp32, or the file cannot be written.
-    """
-    if options.trace is not None:
-        write_trace(predict_plan(plan, hardware), options.trace)
 
 
 def _choose_hardware(options: PlanArguments, source: CommandSource, on_cpus: bool) -> Hardware:

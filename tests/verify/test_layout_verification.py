@@ -180,6 +180,19 @@ def test_a_copy_names_the_ranks_that_it_has_no_room_for(
     assert ("more than two data-parallel ranks" in reduction.kept) == (data > 2)
 
 
+@pytest.mark.parametrize(("sizes", "copied"), [("1,1,1,1", "1,1,1"), ("1,2,1,2", "2,1,1")])
+def test_a_copy_has_given_sizes_of_stages(sizes: str, copied: str, tmp_path: Path) -> None:
+    layers = 4 if sizes == "1,1,1,1" else 6
+    flags = (
+        f"{MODEL} {ITERATIONS} --num-layers {layers} --pipeline-model-parallel-size 4 "
+        f"--pp-partition-method layers:{sizes}"
+    )
+    arguments = VerifyArguments(world_size=4)
+    reduction = reduce_plan(resolve_command(arguments, flags.split())[0], tmp_path)
+    assert reduction.plan.config.parallel.pp_partition_method == f"layers:{copied}"
+    assert not reduction.lost
+
+
 TOO_FEW = "more than two ranks that divide the experts"
 EXPERT_COPIES = {
     # Flags and processes of a run, --processes, the layout of its copy, the ranks that divide its

@@ -264,8 +264,11 @@ def build_layout_rules(plan: Plan) -> Callable[[RankLayout], bool]:
 
     tensor_divides = plan.config.model.moe_shared_expert_intermediate_size or 0
 
+    # See `check_linear_heads`.
+    key_heads = plan.config.model.linear_num_key_heads if plan.shape.linear_layers else 0
+
     def accepts(layout: RankLayout) -> bool:
-        if tensor_divides % layout.tensor:
+        if tensor_divides % layout.tensor or key_heads % (layout.tensor * layout.context):
             return False
         if any(size % (layout.data * layout.micro_batch) for size in sizes):
             return False

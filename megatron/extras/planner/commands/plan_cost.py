@@ -36,10 +36,11 @@ from megatron.extras.planner.cost.goodput import (
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.layers import Seconds
 from megatron.extras.planner.cost.memory import Verdict
+from megatron.extras.planner.cost.search import balance_stages
 from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.prediction import can_be_predicted, predict_plan
 from megatron.extras.step.float8.recipe import MULTIPLE, fits_float8, list_float8_layers
-from megatron.model.layer_parts import get_activation
+from megatron.plan.kernel_choice import has_use
 from megatron.plan.run_plan import Plan
 from megatron.run.start.launch import count_checkpoint_bytes
 
@@ -323,8 +324,8 @@ def list_possible_fusions(plan: Plan) -> dict[str, str]:
     half = config.precision.bf16 or config.precision.fp16
     accumulates = half and not config.parallel.deepspeed
     possible = {
-        "rope_fusion": config.model.position_embedding_type == "rotary",
-        "bias_swiglu_fusion": get_activation(config.model).has_kernel,
+        "rope_fusion": has_use("rope_fusion", plan),
+        "bias_swiglu_fusion": has_use("bias_swiglu_fusion", plan),
         "cross_entropy_loss_fusion": True,
         "gradient_accumulation_fusion": accumulates,
     }
@@ -366,10 +367,7 @@ def list_unused_speed(
         if getattr(config.recompute, name):
             advice = f"leave out --{name.replace('_', '-')}"
             changes.append((advice, replace(config, recompute=RecomputeConfig())))
-    double = 2 * config.batch.micro_batch_size
-    if plan.batch_size.final % (double * plan.data_parallel_size) == 0:
-        batch = replace(config.batch, micro_batch_size=double)
-        changes.append((f"give --micro-batch-size {double}", replace(config, batch=batch)))
+    changes += _list_layout_changes(plan, prediction)
     found = []
     for advice, changed in changes:
         other = predict_plan(replace(plan, config=changed), hardware)
@@ -378,6 +376,24 @@ def list_unused_speed(
         if gain >= _LEAST_GAIN and (less or other.verdict is Verdict.FITS):
             found.append((gain, advice))
     return sorted(found, reverse=True)
+
+
+def _list_layout_changes(plan: Plan, prediction: StepPrediction) -> list[tuple[str, Config]]:
+    """Return advice about the micro-batch and the stages, with the configuration that follows it.
+
+    See `list_unused_speed`.
+    """
+    config = plan.config
+    changes = []
+    if plan.shape.linear_layers and plan.stages_per_rank == 1 < plan.pipeline_size:
+        method = balance_stages(prediction.job).layout.partition
+        parallel = replace(config.parallel, pp_partition_method=method)
+        changes.append((f"give --pp-partition-method {method}", replace(config, parallel=parallel)))
+    double = 2 * config.batch.micro_batch_size
+    if plan.batch_size.final % (double * plan.data_parallel_size) == 0:
+        batch = replace(config.batch, micro_batch_size=double)
+        changes.append((f"give --micro-batch-size {double}", replace(config, batch=batch)))
+    return changes
 
 
 def _list_breakdown(prediction: StepPrediction) -> Iterator[Row]:
@@ -390,6 +406,10 @@ def _list_breakdown(prediction: StepPrediction) -> Iterator[Row]:
         if seconds >= 0.0005 * total:
             bar = "#" * round(_BAR * seconds / total)
             yield f"  {name}", f"{seconds:>10,.3g} s {100 * seconds / total:>5.1f} % {bar}"
+    # Stages with equal numbers of layers differ in time if their kinds of layers do.
+    if prediction.job.shape.linear_layers and len(prediction.rank_seconds) > 1:
+        ranks = " ".join(f"{each.total:,.3g}" for each in prediction.rank_seconds)
+        yield "    by pipeline rank", f"{ranks} s of computation"
 
 
 def _list_memory(prediction: StepPrediction) -> Iterator[Row]:

@@ -237,16 +237,16 @@ def _list_model(plan: Plan, hardware: Hardware) -> Iterator[Row]:
     yield "attention", _describe_attention(plan)
     # There may be no layer with an MLP.
     if len(plan.shape.expert_layers) < plan.config.model.num_layers:
-        yield "feed-forward", f"{plan.ffn_hidden_size:,} wide"
+        yield "feed-forward", f"{plan.shape.ffn_hidden_size:,} wide"
     yield from _list_experts(plan, hardware)
 
 
 def _describe_attention(plan: Plan) -> str:
     """Return the heads, and the key/value groups or the latent vectors."""
     model = plan.config.model
-    heads = f"{model.num_attention_heads} heads of {plan.head_dim}"
-    if not model.multi_latent_attention:
-        return f"{heads}, {plan.num_query_groups} key/value groups"
+    heads = f"{model.num_attention_heads} heads of {plan.shape.head_dim}"
+    if plan.shape.attention != "latent":
+        return f"{heads}, {plan.shape.query_groups} key/value groups"
     queries = ""
     if model.q_lora_rank is not None:
         queries = f", and of {model.q_lora_rank:,} for queries"

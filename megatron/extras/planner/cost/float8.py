@@ -85,7 +85,7 @@ def list_attention_linears(shape: ModelShape, tensor: int) -> list[Linear]:
         return _list_latent_linears(shape, tensor)
     whole, own = get_widths(shape), get_widths(shape, tensor)
     queries: tuple[int, ...] = (own.q + 2 * own.k,)
-    if config.attention_output_gate:
+    if shape.gate_dim:
         # The gate is a matrix of its own, which reads the same input.
         queries += (own.q,)
     return [

@@ -347,8 +347,7 @@ class LayerTimes:
 
     def _has_bias(self, window: int | None) -> bool:
         """Return whether a bias is added to the logits of a layer with this window."""
-        biased = self._shape.config.position_embedding_type == "alibi"
-        return biased or (window is not None and window < self._length)
+        return self._shape.has_alibi or (window is not None and window < self._length)
 
     def _choose_kernel(self, window: int | None) -> Kernel:
         """Return the attention kernel of a layer with this window."""
@@ -371,7 +370,7 @@ class LayerTimes:
             traffic += 2 * passed + elements
             traffic_backward += 2 * passed + elements
         # ALiBi is added to the scores, which reads and writes them once more.
-        if self._shape.config.position_embedding_type == "alibi":
+        if self._shape.has_alibi:
             traffic += 2 * passed
         gradients = [*scores.derive_backward(), *values.derive_backward()]
         return Passes(
@@ -414,7 +413,7 @@ class LayerTimes:
         size += _NORM * 5 * self._latent / share
         if config.qk_norm is not None:
             size += _NORM * 5 * (self._q + self._k)
-        if config.position_embedding_type != "rotary":
+        if not self._shape.rotary_dim:
             # The gradients of all three are joined.
             size += operators * 2 * projected
         elif software.compiled or (software.fused_rotation and not self._latent):
@@ -432,7 +431,7 @@ class LayerTimes:
         size += operators * (self._mlp_in + h) * self._shape.has_mlp_bias
         size += operators * (projected + h) * self._shape.has_attention_bias
         # A sigmoid and a product, and their gradients.
-        size += operators * 13 * self._q * config.attention_output_gate
+        size += operators * 13 * self._q * (self._shape.gate_dim > 0)
         if self._k < self._q:
             # Queries of a group are copied to one piece.
             size += operators * 4 * self._q

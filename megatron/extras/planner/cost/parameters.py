@@ -110,7 +110,7 @@ def _count_mixtures(shape: ModelShape, layers: range) -> int:
 
 def count_linear_layers(shape: ModelShape, layers: range) -> int:
     """Return how many of these layers have a gated delta net."""
-    if shape.config.experimental_attention_variant is None:
+    if len(shape.config.attention_kinds) == 1:
         return 0
     return len(shape.linear_layers.intersection(layers))
 

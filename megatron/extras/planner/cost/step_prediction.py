@@ -350,9 +350,8 @@ def _estimate_parts(job: StepJob, gradient_bytes: float | None, microbatches: in
     for kind in kinds:
         window, mlp, attention = kind
         # Other trainers have times of their own for layers with attention only.
-        of_layer = classes[mlp]
-        if attention != "dot_product":
-            of_layer = LAYERS_BY_ATTENTION.require(attention).require(mlp).times
+        own = LAYERS_BY_ATTENTION.require(attention)
+        of_layer = classes[mlp] if own is LAYERS else own.require(mlp).times
         of_kind = of_layer(*arguments, *further)
         plain[kind] = of_kind.estimate_layer(window)
         again[kind] = of_kind.estimate_recomputed_layer(window)

@@ -41,7 +41,7 @@ def choose_kernel(shape: ModelShape, software: Software, *, windowed: bool = Fal
     """
     if software.attends_in_blocks:
         return "none"
-    biased = windowed or shape.config.position_embedding_type == "alibi"
+    biased = windowed or shape.has_alibi
     # Torch's flash kernel takes values that are as wide as keys.
     flash = software.flash and (software.cudnn or shape.value_dim == shape.head_dim)
     if flash and software.half and (software.cudnn or not biased):
@@ -200,7 +200,7 @@ class LayerTensors:
         # The norms of heads are between the projection and the rotation.
         self._fused_rotation = (
             software.fused_rotation
-            and config.position_embedding_type == "rotary"
+            and shape.rotary_dim > 0
             and config.qk_norm is None
             and shape.attention == "dot_product"
         )
@@ -223,7 +223,7 @@ class LayerTensors:
         self._result: float = per_value * widths.context
         """What the attention core returns."""
         self._f = per_value * widths.f
-        self._gate: float = self._q * config.attention_output_gate
+        self._gate: float = per_value * self._heads * shape.gate_dim
         self.whole = per_value * config.hidden_size
         """Hidden states of all tokens."""
         share = layout.tensor if layout.sequence_parallel else 1
@@ -296,7 +296,7 @@ class LayerTensors:
         if copied:
             return size
         # The rotation and the norms of heads write queries and keys to a new tensor.
-        if self._config.position_embedding_type == "rotary" or self._config.qk_norm is not None:
+        if self._shape.rotary_dim or self._config.qk_norm is not None:
             size += self._q + self._k
         # Queries of several heads of a group are not in one piece, so they are copied. The norms of
         # heads write them to a tensor of their own.
@@ -331,7 +331,7 @@ class LayerTensors:
             return self._q + size
         # The queries are a view of what the rotation wrote, or of the projection.
         others = 2
-        if self._config.position_embedding_type == "rotary":
+        if self._shape.rotary_dim:
             others = 1
         if self._fused_rotation or self._norms_in_fp32:
             others = 0
@@ -477,16 +477,14 @@ class LayerTensors:
         if self._layout.context > 1 and not self._layout.exchange_heads:
             # The queries of one part, and all keys.
             square = self.value * s * (s // (2 * self._layout.context))
-        elif self._layout.context > 1 and config.position_embedding_type == "alibi":
+        elif self._layout.context > 1 and self._shape.has_alibi:
             square //= self._layout.context
-        size = 0.0
-        if config.position_embedding_type == "rotary":
-            # Cosine and sine of half of the rotated channels, in fp32.
-            size += 4 * s * self._shape.rotary_dim
-        if config.position_embedding_type == "alibi":
+        # Cosine and sine of half of the rotated channels, in fp32.
+        size: float = 4 * s * self._shape.rotary_dim
+        if self._shape.has_alibi:
             size += self._heads * square
         if config.sliding_window is not None and config.sliding_window < s:
-            size += square * (self._heads if config.position_embedding_type == "alibi" else 1)
+            size += square * (self._heads if self._shape.has_alibi else 1)
         return size
 
     # -- the backward pass of a layer -------------------------------------------------------------
