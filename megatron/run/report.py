@@ -437,15 +437,9 @@ class Reporter:
             self.evaluated[name] = state.iteration, result
             self.log(format_validation_line(state.iteration, result.loss, name))
             self.log(format_measures_line(state.iteration, result, name))
+            several = test or len(results) > 1
             self._write(
-                EvaluationReport(
-                    at=at,
-                    name=name,
-                    loss=result.loss,
-                    accuracy=result.accuracy,
-                    bits_per_byte=result.bits_per_byte,
-                    is_one_of_several=test or len(results) > 1,
-                )
+                EvaluationReport(at=at, name=name, **vars(result), is_one_of_several=several)
             )
 
     def report_task(self, iteration: int, task: str, scores: Mapping[str, float]) -> None:
