@@ -315,7 +315,7 @@ def test_pipeline_stages():
     )
     for method, text in (
         ("type:(", "write it as in type:transformer"),
-        ("by-hand", "use uniform, parameters or type:REGEX"),
+        ("by-hand", "use uniform, parameters, type:REGEX or layers:SIZES"),
     ):
         assert text in errors_of(
             2, parallel={"pipeline_model_parallel_size": 2, "pp_partition_method": method}

@@ -29,7 +29,7 @@ from megatron.model.attention_core import (
     list_pieces,
     share_sequence,
 )
-from megatron.model.attention_kernels import use_attention_kernels
+from megatron.model.attention_kernels import pads_values, use_attention_kernels
 from megatron.model.dropout import Dropout, WeightDropout
 from megatron.model.fused_operators import FusedOperators
 from megatron.model.inputs import Documents
@@ -248,6 +248,7 @@ class Attention(nn.Module):
         weighting = Weighting(
             *(bias, self.window, drop, self._get_head_values(query), self.softmax.weigh, kernels),
             only_window=only_window,
+            pads_values=value.shape[3] < key.shape[3] and pads_values(self.kernels, query.device),
         )
         # This function runs again in a recomputation, which must use the same kernel.
         allowed = use_attention_kernels(self.kernels)

@@ -346,21 +346,8 @@ def run_backward(
     return [grad for grad in every if grad is not None]
 
 
-_entered_linears = make_operator("padded_linears")(run_forward)
-_entered_linears_backward = make_operator("padded_linears_backward")(run_backward)
-
-
-@torch.library.register_fake("megatron::padded_linears")
-def _shape_forward(
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    numbers: list[Tensor],
-    formats: list[Tensor],
-    kept: int,
-    keeps_input: bool,
-    region: str,
-) -> list[Tensor]:
+def _shape_forward(*inputs: Any) -> list[Tensor]:
+    x, weights, _, _, formats, kept, keeps_input, region = inputs
     tp = _regions[region]
     parts = tp.size if tp.sequence_parallel else 1
     widths = [weight.shape[0] for weight in weights]
@@ -374,23 +361,18 @@ def _shape_forward(
     return outs
 
 
-@torch.library.register_fake("megatron::padded_linears_backward")
-def _shape_backward(
-    grads: list[Tensor],
-    x: Tensor,
-    weights: list[Tensor],
-    biased: bool,
-    numbers: list[Tensor],
-    formats: list[Tensor],
-    kept: list[Tensor],
-    region: str,
-) -> list[Tensor]:
+def _shape_backward(*inputs: Any) -> list[Tensor]:
+    grads, x, weights, biased, numbers, *_ = inputs
     made = [grads[0].new_empty(x.shape)]
     if not numbers:
         made += [weight.new_empty(weight.shape) for weight in weights]
     if biased:
         made += [weight.new_empty(weight.shape[:1]) for weight in weights]
     return made
+
+
+_entered_linears = make_operator("padded_linears", _shape_forward)(run_forward)
+_entered_linears_backward = make_operator("padded_linears_backward", _shape_backward)(run_backward)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

@@ -199,13 +199,20 @@ class StageInternals:
             return super()._prepare_backward_infra(*args, **kwargs)  # type: ignore[misc]
 
 
-def make_operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+def make_operator(
+    name: str, make_results: Callable[..., Any] | None = None
+) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that makes `torch.ops.megatron.<name>` from a function without effects.
 
     `torch.library.custom_op` makes the same operator. A call of that one checks each time whether
     results share memory with arguments, and runs 60 more functions of Python. A training step calls
     such operators hundreds of times, so the checks are left to the tests. A result must not be an
-    argument or a view of one. `torch.library.register_fake` and `register_autograd` add the rest.
+    argument or a view of one. `torch.library.register_autograd` adds a gradient.
+
+    Args:
+        name: The name of the operator.
+        make_results: Takes the same arguments, and returns memory for the results. It stands for
+            the operator if tensors are fake. None: `torch.library.register_fake` adds it.
     """
 
     def register(run: Callable[..., Any]) -> Any:
@@ -213,6 +220,8 @@ def make_operator(name: str) -> Callable[[Callable[..., Any]], Any]:
         # `custom_op` gives its operators the same tag.
         torch.library.define(f"megatron::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.impl(f"megatron::{name}", "default", run)
+        if make_results is not None:
+            torch.library.register_fake(f"megatron::{name}", make_results)
         return getattr(torch.ops.megatron, name).default
 
     return register

@@ -20,7 +20,7 @@ from cuda.test_steps import BF16
 from megatron.extras.planner.dry_run.process import call_in_pool, open_pool
 from megatron.extras.planner.dry_run.record import StepTrace
 
-LATE_READING = "extras/step/late_reading/engine.py"
+LATE_READING = "extras/step/late_reading.py"
 """Where the host waits for the numbers of a step, which the GPU has copied to pinned memory."""
 
 

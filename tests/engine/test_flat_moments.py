@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.extras.step.deepspeed.flat_moments import (
+from megatron.extras.step.deepspeed.partitions import (
     EightBitMoments,
     TorchMoments,
     build_adamw,

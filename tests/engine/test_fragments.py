@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.extras.step.deepspeed.fragments import Fragment, split_run
+from megatron.extras.step.deepspeed.partitions import Fragment, split_run
 from megatron.parallel.parameter_spec import Init, ParameterSpec
 
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from model.kernel_comparisons import find_power, measure_pairs
 from torch import Tensor
 
-from megatron.extras.step.kernels.head_norm import normalise_projection
 from megatron.extras.step.kernels.residual_norm import add_and_normalise
+from megatron.extras.step.kernels.rotary import normalise_projection
 from megatron.model.norm import LayerNorm, Norm, RMSNorm
 from megatron.model.positions import make_rotary_table, rotate
 from megatron.parallel.mesh import TensorParallel
@@ -159,7 +159,7 @@ def compare_head_norm(
         .permute(3, 0, 1, 2, 4)
         for part in found
     ]
-    count = "megatron.extras.step.kernels.head_norm_kernel.count_programs"
+    count = "megatron.extras.step.kernels.rotary_kernel.count_programs"
     with nullcontext() if programs is None else mock.patch(count, return_value=programs):
         of_qkv, *of_weights = torch.autograd.grad(
             found, [qkv, *(norm.weight for norm in norms)], grads

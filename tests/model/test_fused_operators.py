@@ -25,8 +25,8 @@ from triton_interpreter import train
 
 from megatron.config.kernels import KernelsConfig
 from megatron.engine.parallelize import compile_blocks, fuse_operators, recompute_blocks
-from megatron.extras.step.kernels import gate, head_norm, residual_norm, rotary
-from megatron.extras.step.kernels.operators import build_operators
+from megatron.extras.step.kernels import gate, residual_norm, rotary
+from megatron.extras.step.kernels.kind import build_operators
 from megatron.model.execution import Execution
 from megatron.model.inputs import Inputs
 from megatron.model.positions import make_rotary_table, rotate
@@ -166,7 +166,7 @@ def check_values_without_numbers() -> None:
     qkv[0, 0, 0, 1, 3] = float("nan")
     qkv[1, 0, 0, 2, 5] = float("inf")
     qkv.requires_grad_()
-    query, key, value = head_norm.divide_projection(qkv, cos, sin, *norms)
+    query, key, value = rotary.divide_projection(qkv, cos, sin, *norms)
     heads = qkv.split((2, 1, 1), dim=3)
     for found, norm, head in zip((query, key), norms, heads[:2], strict=True):
         expected = rotate(norm(head), cos, sin)
@@ -177,7 +177,7 @@ def check_values_without_numbers() -> None:
     lost = qkv.grad.isnan().any(-1)
     assert lost.nonzero().tolist() == [[0, 0, 0, 1], [1, 0, 0, 2]]
     empty = torch.zeros((0, 1, 1, 4, 8), dtype=torch.bfloat16, requires_grad=True)
-    for part in head_norm.divide_projection(empty, cos[:0], sin[:0], *norms):
+    for part in rotary.divide_projection(empty, cos[:0], sin[:0], *norms):
         assert part.numel() == 0
     numbers = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-30, 3e38, -2.0, 1.7]
     for dtype in DTYPES:
@@ -233,7 +233,6 @@ def test_kernels_compile_for_hopper_and_move_16_bytes_at_once(
     pytest.importorskip("triton")
     from megatron.extras.step.kernels import (
         gate_kernel,
-        head_norm_kernel,
         residual_norm_kernel,
         rotary_kernel,
     )
@@ -264,7 +263,7 @@ def test_kernels_compile_for_hopper_and_move_16_bytes_at_once(
     of_heads = dict.fromkeys(("whole", "query", "key", "value", "grad"), "bf16")
     of_heads |= dict.fromkeys(("query_weight", "key_weight"), "bf16")
     of_heads |= dict.fromkeys(("cos", "sin", "statistics", "parts"), "fp32")
-    for kernel in (head_norm_kernel._forward, head_norm_kernel._backward):
+    for kernel in (rotary_kernel._normalise, rotary_kernel._differentiate):
         pointers = {name: of_heads[name] for name in kernel.arg_names if name in of_heads}
         blocks = {"block_heads": 16, "block_half": 64, "block_rest": 0}
         assert wide <= list_accesses(kernel, pointers, blocks)
@@ -295,16 +294,16 @@ def check_registration() -> None:
     parts = list(heads.detach().split((2, 1, 1), dim=3))
     check(rotary._rotate_back, (parts, cos, sin))
     leaves = [torch.randn((2, 3), requires_grad=True) for _ in range(2)]
-    check(gate._apply, (*leaves, "swiglu"))
+    check(gate.apply_gate, (*leaves, "swiglu"))
     grad, *inputs = (each.detach() for each in (leaves[0], *leaves))
     check(gate._differentiate, (grad, *inputs, "swiglu"))
-    check(gate._square, (leaves[0],))
+    check(gate.square_relu, (leaves[0],))
     check(gate._square_back, (grad, grad))
     qkv, query_weight, key_weight = heads.detach(), torch.ones(3), torch.zeros(3)
-    check(head_norm._normalise, (qkv, query_weight, key_weight, cos, sin, 1e-5))
+    check(rotary._normalise, (qkv, query_weight, key_weight, cos, sin, 1e-5))
     statistics = torch.ones((2, 1, 1, 3))
     tables = (cos, sin, statistics)
-    check(head_norm._differentiate, (parts, qkv, query_weight, key_weight, *tables))
+    check(rotary._differentiate, (parts, qkv, query_weight, key_weight, *tables))
     weight, bias = torch.ones(3), torch.zeros(3)
     check(residual_norm._add, (*inputs, weight, bias, 1e-5, True))
     check(residual_norm._add, (grad, None, weight, None, 1e-5, False))

@@ -20,7 +20,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.spike_guard import SpikeGuardConfig
 from megatron.engine.base import StepOutcome, StepResult
 from megatron.engine.loss_scale import LossScale
-from megatron.extras.step.late_reading.engine import find_obstacle
+from megatron.extras.step.late_reading import find_obstacle
 from megatron.extras.watch.guard.spike_guard import SpikeGuard
 from megatron.observe.metrics import read_metrics
 from megatron.plan.resolve import resolve

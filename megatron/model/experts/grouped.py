@@ -59,21 +59,24 @@ def _multiply_rows(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """
     if has_grouped_kernel(x, *weights.shape[1:]) and len(x):
         return F.grouped_mm(x, weights, offs=ends)
-    out = x.new_empty((len(x), weights.shape[2]))
+    out = _make_product(x, weights, ends)
     for number, rows in _split_experts(ends):
         torch.mm(x[rows], weights[number], out=out[rows])
     return out
 
 
-_multiply = make_operator("multiply_grouped")(_multiply_rows)
-
-
-@torch.library.register_fake("megatron::multiply_grouped")
-def _(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+def _make_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty((len(x), weights.shape[2]))
 
 
-@make_operator("multiply_gradients")
+_multiply = make_operator("multiply_grouped", _make_product)(_multiply_rows)
+
+
+def _make_gradients(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty((len(ends), gradient.shape[1], x.shape[1]))
+
+
+@make_operator("multiply_gradients", _make_gradients)
 def _multiply_gradients(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """Return the gradients of the weights, [e, o, i]. They are 0 for an expert without rows.
 
@@ -89,11 +92,6 @@ def _multiply_gradients(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     for number, rows in _split_experts(ends):
         torch.mm(gradient[rows].t(), x[rows], out=out[number])
     return out
-
-
-@torch.library.register_fake("megatron::multiply_gradients")
-def _(gradient: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    return x.new_empty((len(ends), gradient.shape[1], x.shape[1]))
 
 
 @declare()

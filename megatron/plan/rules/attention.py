@@ -30,8 +30,6 @@ _FORBIDDEN = {
     GATE: "it has no gate",
     VARIANT: "it was not compared with gated delta nets",
     "kernels.rope_fusion": "the kernel rotates a projection to queries, keys and values",
-    "kernels.use_varlen_attention": "its kernel needs values as wide as keys",
-    "kernels.use_torch_compile": "it was not compared with compiled layers",
     "precision.fp8_format": "its products have no float8 form",
 }
 """Field that excludes latent attention -> why."""

@@ -1,5 +1,6 @@
 """Rules about the layout of the ranks, and about what each of them recomputes."""
 
+import re
 from collections.abc import Iterator
 from fractions import Fraction
 
@@ -8,6 +9,7 @@ from megatron.config.fields import ConfigWithOrigin
 from megatron.config.optimizer import OPTIMIZERS
 from megatron.config.parallel import STRATEGY_STAGES
 from megatron.config.recompute import OPERATORS
+from megatron.model.partition import GIVEN_SIZES
 from megatron.model.shape import ModelShape
 from megatron.plan.rules.finding import Finding, PlanContext, error, warning
 from megatron.schedule.pipeline_schedule import PipelineSchedule, choose_schedule
@@ -44,11 +46,12 @@ def check_sharding_strategy(settings: ConfigWithOrigin) -> Iterator[Finding]:
 
 
 def check_one_partition_method(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Check that --pp-partition-method parameters is not given with virtual stages."""
+    """Check that virtual stages are given without a method that divides the layers otherwise."""
     method = "parallel.pp_partition_method"
     virtual = "parallel.num_layers_per_virtual_pipeline_stage"
     # Virtual stages have equal numbers of layers. The other methods only say what is a layer.
-    if settings[virtual] is not None and (settings[method] or "").lower() == "parameters":
+    divides = (settings[method] or "").lower().startswith(("parameters", GIVEN_SIZES))
+    if settings[virtual] is not None and divides:
         yield error(
             f"{settings.describe(method, virtual)} both divide the layers into stages; give one "
             "of them."
@@ -229,8 +232,9 @@ def warn_about_pipeline(context: PlanContext) -> Iterator[Finding]:
     if ranks == 1 or len(stages) == 1:
         return
     layers = [len(stage.layers) for stage in stages]
-    # With "embedding" in the method, stages are uneven on purpose.
-    if len(set(layers)) > 1 and "embedding" not in (parallel.pp_partition_method or ""):
+    # With these methods, stages are uneven on purpose.
+    on_purpose = re.search(f"embedding|{GIVEN_SIZES}", parallel.pp_partition_method or "")
+    if len(set(layers)) > 1 and not on_purpose:
         yield warning(
             f"{context.describe('model.num_layers')} "
             f"over {context.describe('parallel.pipeline_model_parallel_size')} stages is uneven "

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from megatron.base.errors import ConfigError
 from megatron.config.fields import all_fields
 from megatron.config.model import ModelConfig, RopeScaling
-from megatron.extras.interop.translators.compat_core_derived import describe_layers
+from megatron.extras.interop.translators.compat_derived import describe_layers
 from megatron.model.layer_parts import list_unused_fields
 from megatron.model.shape import ModelShape
 

@@ -31,7 +31,6 @@ from typing import Any
 
 import tyro
 
-from megatron.base.durable import replace_file
 from megatron.base.errors import CheckpointError, OperationsError
 from megatron.base.plain_text import format_bytes
 from megatron.checkpoint.folder import find_stored_folder, list_saved_iterations
@@ -43,6 +42,7 @@ from megatron.extras.operations.monitor.alerts import (
     Outlets,
     check_outlets,
     read_record,
+    write_record,
 )
 from megatron.plan.rules.finding import refuse_errors
 
@@ -109,10 +109,7 @@ class Gauge:
     def describe(self) -> str:
         """Return what is used, of how much, and the percentage."""
         # Some file systems report a size of 0, for example /proc.
-        if self.full:
-            part = f" ({100 * self.used / self.full:.1f} %)"
-        else:
-            part = ""
+        part = f" ({100 * self.used / self.full:.1f} %)" if self.full else ""
         return f"{self.format_amount(self.used)} of {self.format_amount(self.full)}{part}"
 
 
@@ -490,24 +487,15 @@ def _list_checkpoints(run: Path) -> tuple[list[tuple[float, int]], list[str]]:
 
 def _read_history(path: Path, report: CheckFindings) -> History:
     """Return the history in a file, or an empty one if it is missing or damaged."""
-    try:
-        record = read_record(path)
-        if record is None:
-            found = {}
-        else:
-            found = record
+
+    def parse(record: Any) -> History:
         return {
             str(key): [(float(at), float(used)) for at, used in points]
-            for key, points in found.items()
+            for key, points in record.items()
         }
-    except OperationsError as error:
-        report.troubles.append(str(error))
-    except (TypeError, ValueError, AttributeError):
-        report.troubles.append(
-            f"{path} has an unknown format and is started from scratch; growth is known again "
-            "after 6 hours"
-        )
-    return {}
+
+    remark = "; growth is known again after 6 hours"
+    return read_record(path, parse, report.troubles, remark) or {}
 
 
 def _write_history(path: Path, history: History, now: float, report: CheckFindings) -> None:
@@ -518,15 +506,9 @@ def _write_history(path: Path, history: History, now: float, report: CheckFindin
         for key, points in history.items()
     }
     # The disk that is watched may be full. An error here must not end the check.
-    try:
-        replace_file(
-            path, json.dumps({key: points for key, points in kept.items() if points}) + "\n"
-        )
-    except OSError as error:
-        report.troubles.append(
-            f"{path} cannot be written ({error.strerror}): growth is not known without it; make "
-            "room, or fix permissions"
-        )
+    remark = ": growth is not known without it; make room, or fix permissions"
+    text = json.dumps({key: points for key, points in kept.items() if points})
+    write_record(path, text, report.troubles, remark)
 
 
 @dataclass(frozen=True)

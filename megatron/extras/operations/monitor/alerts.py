@@ -23,7 +23,6 @@ import platform
 import re
 import smtplib
 import ssl
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -31,7 +30,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from email.message import EmailMessage
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, TypeVar
 
 from megatron.base import exit_codes
 from megatron.base.durable import append_lines, replace_file, without_links
@@ -39,6 +38,7 @@ from megatron.base.errors import OperationsError
 from megatron.base.file_lock import LockResult, try_lock
 from megatron.base.outside_file import load_json
 from megatron.base.plain_text import make_plain, print_line, print_to_stderr
+from megatron.extras.operations.hub.answers import run_in_thread
 from megatron.observe.chronicle import CHRONICLE, append_event
 from megatron.plan.rules.finding import Finding, error
 
@@ -55,6 +55,9 @@ _SUBJECT_CHARACTERS = 150
 _TIME = "%Y-%m-%d %H:%M:%S"
 _OWN_LINE = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\] (?:PULSE|ALERT|RECOVERED): ")
 """Beginning of a line that these tools wrote, not the training."""
+
+
+Content = TypeVar("Content")
 
 
 @dataclass(frozen=True)
@@ -111,27 +114,6 @@ class Delivery:
     troubles: list[str]
     """What could not be written or sent. It is not lost unless the text reports so."""
 
-    def report(self, others: Sequence[str], *, alert: bool) -> int:
-        """Print the lines and the troubles.
-
-        Args:
-            others: Troubles of the tool itself.
-            alert: Whether the tool found a reason for an alert.
-
-        Returns:
-            The tool's exit code: 0 if all is well, 1 for an alert, 2 for a trouble.
-        """
-        if self.lines:
-            print_line("\n".join(self.lines))
-        troubles = [*others, *self.troubles]
-        for trouble in troubles:
-            print_to_stderr(f"error: {make_plain(trouble)}")
-        if troubles:
-            return exit_codes.USER_ERROR
-        if alert:
-            return exit_codes.FOUND
-        return exit_codes.SUCCESS
-
 
 @dataclass
 class CheckFindings:
@@ -145,22 +127,36 @@ class CheckFindings:
     troubles: list[str] = field(default_factory=list)
     """What could not be read, examined or written, and why."""
 
+    def watch(self, kind: str) -> str:
+        """Note that a kind of alert is checked, and return it."""
+        self.watched.add(kind)
+        return kind
+
     def add_alert(self, kind: str, text: str) -> None:
         """Add an alert. Its kind was checked."""
-        self.watched.add(kind)
-        self.alerts.append(Alert(kind, text))
+        self.alerts.append(Alert(self.watch(kind), text))
 
     def deliver(self, outlets: Outlets, runs: Sequence[Path]) -> int:
-        """Write and send everything, and return the exit code of the tool.
+        """Write, send and print everything.
 
         Args:
             outlets: Where the lines go.
             runs: Folders of runs, whose chronicles get the alerts.
+
+        Returns:
+            The tool's exit code: 0 if all is well, 1 for an alert, 2 for a trouble.
         """
         delivery = deliver(
             self.alerts, outlets, watched=self.watched, pulses=self.pulses, runs=runs
         )
-        return delivery.report(self.troubles, alert=bool(self.alerts))
+        if delivery.lines:
+            print_line("\n".join(delivery.lines))
+        troubles = [*self.troubles, *delivery.troubles]
+        for trouble in troubles:
+            print_to_stderr(f"error: {make_plain(trouble)}")
+        if troubles:
+            return exit_codes.USER_ERROR
+        return exit_codes.FOUND if self.alerts else exit_codes.SUCCESS
 
 
 def deliver(
@@ -195,8 +191,10 @@ def deliver(
     # with the first alert.
     channels, unsent = _build_channels(outlets, os.environ)
     troubles: list[str] = []
+    remark = "; alerts that had been sent are sent again"
     with _lock_memory(outlets.memory, troubles):
-        memory = _read(outlets.memory, troubles)
+        memory = read_record(outlets.memory, _AlertMemory.parse, troubles, remark)
+        memory = memory or _AlertMemory()
         before = asdict(memory)
         changes, due = _format_lines(alerts, watched, memory, outlets.repeat_hours * 3600.0, now)
         lines = [*(log_line("PULSE", text, now) for text in pulses), *changes]
@@ -297,10 +295,7 @@ class _AlertMemory:
 
     @staticmethod
     def parse(record: Any) -> "_AlertMemory":
-        """Check the content of a memory file, and convert it.
-
-        Content of another form raises a ValueError, TypeError, KeyError or AttributeError.
-        """
+        """Check the content of a memory file, and convert it. See `read_record`."""
         lasting = {
             str(kind): {
                 "text": str(each["text"]),
@@ -316,49 +311,44 @@ class _AlertMemory:
         return _AlertMemory(lasting, outbox)
 
 
-def read_record(path: Path) -> Any:
-    """Return the content of a small JSON file, or None if the file does not exist.
+def read_record(
+    path: Path, parse: Callable[[Any], Content], troubles: list[str], remark: str = ""
+) -> Content | None:
+    """Return the content of a small JSON file. None if it is missing or damaged.
 
-    Raises:
-        OperationsError: The file cannot be read, or is not JSON. The caller starts with an empty
-            record.
+    Args:
+        path: The file.
+        parse: Checks and converts the content. Content of another form raises a ValueError,
+            TypeError, KeyError or AttributeError.
+        troubles: Gets a line if the file is damaged. The caller starts with an empty record.
+        remark: The end of this line, with what that means.
     """
     try:
-        return load_json(path)
+        record = load_json(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise OperationsError(
-            f"{path} cannot be read and is started from scratch: {error}"
-        ) from error
-
-
-def _read(path: Path, troubles: list[str]) -> _AlertMemory:
-    """Return the memory, or an empty one and a trouble if the file is damaged."""
+        troubles.append(f"{path} cannot be read and is started from scratch: {error}{remark}")
+        return None
     try:
-        record = read_record(path)
-        if record is None:
-            return _AlertMemory()
-        return _AlertMemory.parse(record)
-    except OperationsError as error:
-        troubles.append(f"{error}; alerts that had been sent are sent again")
+        return parse(record)
     except (ValueError, TypeError, KeyError, AttributeError):
-        troubles.append(
-            f"{path} has an unknown format and is started from scratch; alerts that had been sent "
-            "are sent again"
-        )
-    return _AlertMemory()
+        troubles.append(f"{path} has an unknown format and is started from scratch{remark}")
+        return None
+
+
+def write_record(path: Path, text: str, troubles: list[str], remark: str) -> None:
+    """Replace a small JSON file, or add a trouble that ends with a remark."""
+    try:
+        replace_file(path, text + "\n")
+    except OSError as error:
+        troubles.append(f"{path} cannot be written ({error.strerror}){remark}")
 
 
 def _write(path: Path, memory: _AlertMemory, troubles: list[str]) -> None:
     """Replace the memory file, or add a trouble."""
-    try:
-        replace_file(path, json.dumps(asdict(memory), indent=1) + "\n")
-    except OSError as error:
-        troubles.append(
-            f"{path} cannot be written ({error.strerror}); until then, alerts are sent at each "
-            "check"
-        )
+    remark = "; until then, alerts are sent at each check"
+    write_record(path, json.dumps(asdict(memory), indent=1), troubles, remark)
 
 
 def _format_lines(
@@ -397,11 +387,8 @@ def _format_lines(
     # checked by this caller.
     for kind in [kind for kind in memory.lasting if kind in watched and kind not in present]:
         ended = memory.lasting.pop(kind)
-        line = log_line(
-            "RECOVERED",
-            f"no longer true: {ended['text']} (since {format_time(ended['since'])})",
-            now,
-        )
+        text = f"no longer true: {ended['text']} (since {format_time(ended['since'])})"
+        line = log_line("RECOVERED", text, now)
         lines.append(line)
         due.append(line)
     return lines, due
@@ -496,25 +483,12 @@ def _send_within_limit(name: str, channel: _Channel, lines: Sequence[str]) -> st
     Raises:
         OperationsError: The message was not accepted, or not in time.
     """
-    remarks: list[str | None] = []
-    errors: list[Exception] = []
-
-    def send() -> None:
-        try:
-            remarks.append(channel.send(lines))
-        except Exception as error:
-            errors.append(error)
-
     # Neither urllib nor smtplib can limit the time of a complete exchange. The tool does not wait
     # for a daemon thread when it ends.
-    thread = threading.Thread(target=send, name=f"alert by {name}", daemon=True)
-    thread.start()
-    thread.join(_MESSAGE_SECONDS)
-    if thread.is_alive():
-        raise OperationsError(f"the {name} took longer than {_MESSAGE_SECONDS:g} s")
-    if errors:
-        raise errors[0]
-    return remarks[0]
+    try:
+        return run_in_thread(lambda: channel.send(lines), _MESSAGE_SECONDS, f"alert by {name}")
+    except TimeoutError:
+        raise OperationsError(f"the {name} took longer than {_MESSAGE_SECONDS:g} s") from None
 
 
 def _build_channels(
@@ -590,17 +564,12 @@ class _Mail:
         message = EmailMessage()
         # The subject has no use for the time at the beginning of the line.
         first = lines[0].split("] ", 1)[-1]
-        if len(lines) > 1:
-            more = f" (and {len(lines) - 1} more)"
-        else:
-            more = ""
+        more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
         message["Subject"] = first[:_SUBJECT_CHARACTERS] + more
         message["From"] = self.sender
         message["To"] = ", ".join(self.to)
-        message.set_content(
-            "\n".join([*lines, "", f"Sent by {platform.node()}; the log is {self.log.absolute()}"])
-            + "\n"
-        )
+        end = f"Sent by {platform.node()}; the log is {self.log.absolute()}\n"
+        message.set_content("\n".join([*lines, "", end]))
         return message
 
     def _deliver(self, message: EmailMessage) -> list[str]:

@@ -27,8 +27,7 @@ from megatron.extras.planner.dry_run.record import (
 )
 from megatron.extras.planner.dry_run.stand_ins import DEFAULT_STREAM, GPU
 from megatron.extras.step.float8.kind import FLOAT8
-from megatron.extras.step.kernels.kind import add_attention
-from megatron.extras.step.kernels.operators import build_operators
+from megatron.extras.step.kernels.kind import add_attention, build_operators
 from megatron.model.experts import dispatch, layer
 from megatron.model.layer_parts import SOFTMAXES
 from megatron.observe.timers import COMMUNICATION, Timers

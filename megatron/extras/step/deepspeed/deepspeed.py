@@ -2,7 +2,7 @@
 
 This is the only file that imports deepspeed. A stage of the model is one layer of DeepSpeed's
 PipelineModule, so both engines compute with the same modules. DeepSpeed keeps masters and moments
-in flat partitions. The shards of this engine are views of these partitions (`fragments.py`), so
+in flat partitions. The shards of this engine are views of these partitions (`partitions.py`), so
 each engine loads the checkpoints of the other. The loss scale is our own (`loss_scale.py`).
 
 Traps of DeepSpeed 0.19 that this file avoids:
@@ -35,12 +35,7 @@ from torch import Tensor, nn
 from megatron.base.errors import ConfigError
 from megatron.config.optimizer import OptimizerConfig
 from megatron.data.batches import Microbatch
-from megatron.engine.base import (
-    Accept,
-    StepOutcome,
-    StepResult,
-    Vote,
-)
+from megatron.engine.base import Accept, StepOutcome, StepResult, Vote
 from megatron.engine.describe import list_kernels
 from megatron.engine.engine_base import EngineBase
 from megatron.engine.invariants import Replica
@@ -48,19 +43,19 @@ from megatron.engine.optimizer import choose_rate, compute_squared_norm
 from megatron.engine.replicated_gradients import add_over_tensor_ranks
 from megatron.extras.step.deepspeed.deepspeed_adapters import (
     FixedLossScaler,
-    MeshMpu,
     StageWrapper,
     TiedWeight,
     build_settings,
     make_empty_batches,
+    make_mpu,
 )
-from megatron.extras.step.deepspeed.flat_moments import (
+from megatron.extras.step.deepspeed.partitions import (
     EightBitMoments,
     FlatMoments,
+    Fragment,
     TorchMoments,
     build_adamw,
 )
-from megatron.extras.step.deepspeed.fragments import Fragment
 from megatron.model.gpt import EMBEDDING, INPUT_AND_OUTPUT
 from megatron.model.inputs import Inputs
 from megatron.parallel.collectives import all_gather_single
@@ -130,28 +125,20 @@ class DeepSpeedEngine(EngineBase):
         with contextlib.redirect_stdout(io.StringIO()):
             # DeepSpeed needs a process group even with one rank. A HashStore needs no port.
             if not dist.is_initialized():
-                if self._mesh.device.type == "cuda":
-                    backend = "nccl"
-                else:
-                    backend = "gloo"
+                backend = {"cuda": "nccl", "cpu": "gloo"}[self._mesh.device.type]
                 dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
             deepspeed.init_distributed(dist_init_required=False)
             # This must come before anything that makes DeepSpeed create groups.
             self._limit_groups(deepspeed.comm.comm.cdb)
+            # `mpu` tells DeepSpeed the process groups. PipelineModule builds its own.
             if pipelined:
-                model = self._build_pipeline_module()
+                model, mpu = self._build_pipeline_module(), None
             else:
-                model = self._wrapped_stage
+                model, mpu = self._wrapped_stage, make_mpu(self._mesh)
             # This must come after PipelineModule. Its constructor sets `ds_pipe_replicated` to
             # False on all parameters, and the norm would count tied weights twice.
             for name, parameter in self.stages[0].named_parameters():
                 self._mark(parameter, self._specs[name])
-            # `mpu` tells DeepSpeed the process groups. PipelineModule builds its own from its
-            # topology.
-            if pipelined:
-                mpu = None
-            else:
-                mpu = MeshMpu(self._mesh)
             optimizer = build_adamw(self._group_parameters(), self._plan.config.optimizer)
             with self._explain_refusal():
                 engine, *_ = deepspeed.initialize(
@@ -245,10 +232,7 @@ class DeepSpeedEngine(EngineBase):
         optimizer = self._engine.optimizer
         # BF16_Optimizer has a flat gradient of each partition, and so has offload.
         flats = getattr(optimizer, "fp32_groups_gradient_flat_partition", None)
-        if flats is None:
-            flat = self._flats[fragment.flat].grad
-        else:
-            flat = flats[fragment.flat]
+        flat = self._flats[fragment.flat].grad if flats is None else flats[fragment.flat]
         if flat is not None:
             return flat.narrow(0, fragment.at, fragment.size)
         # ZeRO has a list of tensors, which it concatenates to the flat gradient in its update.
@@ -271,16 +255,11 @@ class DeepSpeedEngine(EngineBase):
         # Only BF16_Optimizer has this attribute. ZeRO's optimizers check every gradient.
         if gradients is None:
             return
-        bad = (
-            torch.stack([~torch.isfinite(gradient).all() for gradient in gradients])
-            .any()
-            .to(torch.int32)
-        )
+        finite = torch.stack([torch.isfinite(gradient).all() for gradient in gradients]).all()
+        bad = (~finite).to(torch.int32)
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-        # One infinite element is enough to make the norm infinite.
         if bad:
-            for gradient in gradients:
-                gradient[:1].fill_(torch.inf)
+            _spoil(gradients)
 
     @contextlib.contextmanager
     def _reject_step(self) -> Iterator[None]:
@@ -300,9 +279,8 @@ class DeepSpeedEngine(EngineBase):
         optimizer = self._engine.optimizer
         gradients = getattr(optimizer, "fp32_groups_gradient_flat_partition", None)
         if gradients is not None:
-            # See `_show_infinities`. One infinite element is enough.
-            for gradient in gradients:
-                gradient[:1].fill_(torch.inf)
+            # See `_show_infinities`.
+            _spoil(gradients)
             yield
             return
 
@@ -452,13 +430,8 @@ class DeepSpeedEngine(EngineBase):
             "fp32_groups_flat_partition",
             "fp32_partitioned_groups_flat",
         )
-        return list(
-            next(
-                getattr(self._engine.optimizer, name)
-                for name in names
-                if hasattr(self._engine.optimizer, name)
-            )
-        )
+        optimizer = self._engine.optimizer
+        return list(next(getattr(optimizer, name) for name in names if hasattr(optimizer, name)))
 
     def _make_moments(self) -> FlatMoments:
         """Return access to the moments of the optimizer that DeepSpeed wraps."""
@@ -707,17 +680,14 @@ class DeepSpeedEngine(EngineBase):
         """Return the rows of the table printed at start. See `Engine.describe_choices`."""
         stage = self._plan.zero_stage
         requested = self._plan.config.parallel.zero_stage
-        if stage == requested:
-            note = ""
-        else:
-            note = (
+        sharding = f"{self._mesh.grid.data} data-parallel ranks"
+        if self._plan.config.precision.bf16:
+            sharding += "; DeepSpeed reduces gradients between them in bf16"
+        if stage != requested:
+            sharding += (
                 f"; stage {requested} runs as stage {stage}, which is correct in every precision "
                 "and needs less memory"
             )
-        if self._plan.config.precision.bf16:
-            reduction = "; DeepSpeed reduces gradients between them in bf16"
-        else:
-            reduction = ""
         return [
             *list_kernels(
                 self._plan,
@@ -732,12 +702,14 @@ class DeepSpeedEngine(EngineBase):
                 f"{type(self._engine).__name__}, {type(self._engine.optimizer).__name__}",
             ),
             ("optimizer", *_describe_optimizer(self._plan.config.optimizer)),
-            (
-                "sharding",
-                f"DeepSpeed, ZeRO {stage}",
-                f"{self._mesh.grid.data} data-parallel ranks{reduction}{note}",
-            ),
+            ("sharding", f"DeepSpeed, ZeRO {stage}", sharding),
         ]
+
+
+def _spoil(gradients: Sequence[Tensor]) -> None:
+    """Make the norm of gradients infinite. One infinite element is enough."""
+    for gradient in gradients:
+        gradient[:1].fill_(torch.inf)
 
 
 def _describe_optimizer(config: OptimizerConfig) -> tuple[str, str]:
@@ -746,11 +718,8 @@ def _describe_optimizer(config: OptimizerConfig) -> tuple[str, str]:
             "bitsandbytes AdamW",
             "8-bit moments for matrices, 32-bit moments for embeddings and vectors",
         )
-    if config.cpu_optimizer:
-        where = "in host memory"
-    else:
-        where = "in DeepSpeed's partitions"
-    return "torch AdamW, fused", where
+    where = "host memory" if config.cpu_optimizer else "DeepSpeed's partitions"
+    return "torch AdamW, fused", f"in {where}"
 
 
 def import_deepspeed(device_type: str) -> Any:

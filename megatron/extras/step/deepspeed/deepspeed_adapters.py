@@ -1,11 +1,12 @@
 """Our objects and settings under the names that DeepSpeed reads.
 
-DeepSpeed calls a model, a loss scaler, an `mpu` and tied weights by names of its own. Each class
-here gives one of our objects these names. Its configuration is built from a plan and the user's
+DeepSpeed calls a model, a loss scaler, an `mpu` and tied weights by names of its own. What is here
+gives our objects these names. Its configuration is built from a plan and the user's
 JSON. This module does not import deepspeed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -153,50 +154,27 @@ class FixedLossScaler:
         """Do nothing, because `LossScale` updates the scale."""
 
 
-class MeshMpu:
-    """Our mesh under the method names of Megatron's `mpu` module, which DeepSpeed calls."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        if mesh.devices is None:
-            # The world has one rank, so its group is every group.
-            self._tensor = dist.group.WORLD
-            self._data = dist.group.WORLD
-        else:
-            self._tensor = mesh.devices.get_group("tp")
-            self._data = mesh.devices.get_group("dp")
-
-    def get_model_parallel_rank(self) -> int:
-        """Return this rank's tensor-parallel rank."""
-        return self._mesh.coordinate.tensor
-
-    def get_model_parallel_world_size(self) -> int:
-        """Return the tensor-parallel size."""
-        return self._mesh.grid.tensor
-
-    def get_model_parallel_group(self) -> Any:
-        """Return the tensor-parallel group."""
-        return self._tensor
-
-    def get_data_parallel_rank(self) -> int:
-        """Return this rank's data-parallel rank."""
-        return self._mesh.coordinate.data
-
-    def get_data_parallel_world_size(self) -> int:
-        """Return the data-parallel size."""
-        return self._mesh.grid.data
-
-    def get_data_parallel_group(self) -> Any:
-        """Return the data-parallel group."""
-        return self._data
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        """Return the ranks of the data-parallel group."""
-        return dist.get_process_group_ranks(self._data)
-
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-    get_tensor_model_parallel_group = get_model_parallel_group
+def make_mpu(mesh: Mesh) -> Any:
+    """Return our mesh under the method names of Megatron's `mpu` module, which DeepSpeed calls."""
+    # If the world has one rank, its group is every group.
+    tensor = data = dist.group.WORLD
+    if mesh.devices is not None:
+        tensor, data = mesh.devices.get_group("tp"), mesh.devices.get_group("dp")
+    of_model = {
+        "model_parallel_rank": mesh.coordinate.tensor,
+        "model_parallel_world_size": mesh.grid.tensor,
+        "model_parallel_group": tensor,
+    }
+    values = {
+        **of_model,
+        **{f"tensor_{name}": value for name, value in of_model.items()},
+        "data_parallel_rank": mesh.coordinate.data,
+        "data_parallel_world_size": mesh.grid.data,
+        "data_parallel_group": data,
+        "data_parallel_group_ranks": dist.get_process_group_ranks(data),
+    }
+    # The default argument binds the value of this pass of the loop.
+    return SimpleNamespace(**{f"get_{name}": lambda value=it: value for name, it in values.items()})
 
 
 def make_empty_batches(microbatches: int) -> Iterator[tuple[Tensor, Tensor]]:

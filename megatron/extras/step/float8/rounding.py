@@ -69,16 +69,43 @@ class Rounded:
         return self.values.contiguous()
 
 
-@make_operator("find_largest")
+def _shape_scales(x: Tensor, by_row: bool) -> tuple[int, ...]:
+    return (x.shape[0], 1) * by_row
+
+
+def _make_largest(x: Tensor, by_row: bool) -> Tensor:
+    return x.new_zeros(_shape_scales(x, by_row), dtype=torch.float32)
+
+
+def _make_rounded(x: Tensor, by_row: bool, dtype: torch.dtype) -> list[Tensor]:
+    """Return memory for values in the order of rows, and for inverse scales."""
+    return [
+        x.new_empty(x.shape, dtype=dtype),
+        x.new_empty(_shape_scales(x, by_row), dtype=torch.float32),
+    ]
+
+
+def _make_tiles(
+    x: Tensor, largest: Tensor, whole: Tensor, dtype: torch.dtype, rows: bool, columns: bool
+) -> list[Tensor]:
+    made = []
+    if rows:
+        made += _make_rounded(x, largest.dim() > 0, dtype)
+    if columns:
+        made += _make_rounded(x.t(), False, dtype)
+    return made
+
+
+@make_operator("find_largest", _make_largest)
 def _find_largest(x: Tensor, by_row: bool) -> Tensor:
     from megatron.extras.step.float8.rounding_kernel import launch_largest
 
-    largest = x.new_zeros(_shape_scales(x, by_row), dtype=torch.float32)
+    largest = _make_largest(x, by_row)
     launch_largest(x, largest)
     return largest
 
 
-@make_operator("round_complete_rows")
+@make_operator("round_complete_rows", lambda x, dtype: _make_rounded(x, True, dtype))
 def _round_rows(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """Return the values [m, k] and the inverse scales [m, 1]."""
     from megatron.extras.step.float8.rounding_kernel import launch_rows
@@ -88,14 +115,14 @@ def _round_rows(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
     return [values, inverse]
 
 
-@make_operator("round_tiles")
+@make_operator("round_tiles", _make_tiles)
 def _round_tiles(
     x: Tensor, largest: Tensor, whole: Tensor, dtype: torch.dtype, rows: bool, columns: bool
 ) -> list[Tensor]:
     """Return values and inverse scales in the order of rows, of columns [k, m], or in both."""
     from megatron.extras.step.float8.rounding_kernel import launch_tiles
 
-    made = _make_tiles(x, largest, dtype, rows, columns)
+    made = _make_tiles(x, largest, whole, dtype, rows, columns)
     launch_tiles(x, largest, whole, made[:2] * rows, made[-2:] * columns)
     return made
 
@@ -115,46 +142,6 @@ def _round_all_tiles(weights: list[Tensor], rounded: list[Tensor]) -> None:
     from megatron.extras.step.float8.rounding_kernel import launch_all_tiles
 
     launch_all_tiles(weights, rounded)
-
-
-def _shape_scales(x: Tensor, by_row: bool) -> tuple[int, ...]:
-    return (x.shape[0], 1) * by_row
-
-
-def _make_rounded(x: Tensor, by_row: bool, dtype: torch.dtype) -> list[Tensor]:
-    """Return memory for values in the order of rows, and for inverse scales."""
-    return [
-        x.new_empty(x.shape, dtype=dtype),
-        x.new_empty(_shape_scales(x, by_row), dtype=torch.float32),
-    ]
-
-
-def _make_tiles(
-    x: Tensor, largest: Tensor, dtype: torch.dtype, rows: bool, columns: bool
-) -> list[Tensor]:
-    made = []
-    if rows:
-        made += _make_rounded(x, largest.dim() > 0, dtype)
-    if columns:
-        made += _make_rounded(x.t(), False, dtype)
-    return made
-
-
-@torch.library.register_fake("megatron::find_largest")
-def _(x: Tensor, by_row: bool) -> Tensor:
-    return x.new_empty(_shape_scales(x, by_row), dtype=torch.float32)
-
-
-@torch.library.register_fake("megatron::round_complete_rows")
-def _(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    return _make_rounded(x, True, dtype)
-
-
-@torch.library.register_fake("megatron::round_tiles")
-def _(
-    x: Tensor, largest: Tensor, whole: Tensor, dtype: torch.dtype, rows: bool, columns: bool
-) -> list[Tensor]:
-    return _make_tiles(x, largest, dtype, rows, columns)
 
 
 def _has_kernels(x: Tensor) -> bool:

@@ -26,22 +26,18 @@ _COLUMNS = 7
 
 @triton.jit
 def _update_block(
-    weight,
-    grad,
-    first,
-    second,
-    copy,
+    pointers,
     has_copy,
     limit,
     numbers,
     factor,
-    weight1,
-    beta2,
-    rest2,
+    betas,
     from_gradient: tl.constexpr,
     block: tl.constexpr,
 ):
     """Update the first `limit` elements of the block at these addresses."""
+    weight, grad, first, second, copy = pointers
+    weight1, beta2, rest2 = betas
     offset = tl.arange(0, block)
     present = offset < limit
     shrink = tl.load(numbers)
@@ -102,49 +98,22 @@ def update(
     # Column 5 has the number of elements, and column 6 the number of the first program.
     start = (program - tl.load(row + 6)) * block
     left = tl.load(row + 5) - start
-    weight = _find(row, start, tl.float32, aligned)
-    grad = _find(row + 1, start, tl.float32, aligned)
-    first = _find(row + 2, start, first_dtype, aligned)
-    second = _find(row + 3, start, second_dtype, aligned)
-    copy = _find(row + 4, start, copy_dtype, aligned)
+    pointers = (
+        _find(row, start, tl.float32, aligned),
+        _find(row + 1, start, tl.float32, aligned),
+        _find(row + 2, start, first_dtype, aligned),
+        _find(row + 3, start, second_dtype, aligned),
+        _find(row + 4, start, copy_dtype, aligned),
+    )
     has_copy = tl.load(row + 4) != 0
     numbers = settings + owner * 4
     factor = tl.load(decision + 1)
+    betas = (weight1, beta2, rest2)
     # A limit that the compiler knows lets it move 16 bytes at once.
     if left >= block:
-        _update_block(
-            weight,
-            grad,
-            first,
-            second,
-            copy,
-            has_copy,
-            block,
-            numbers,
-            factor,
-            weight1,
-            beta2,
-            rest2,
-            from_gradient,
-            block,
-        )
+        _update_block(pointers, has_copy, block, numbers, factor, betas, from_gradient, block)
     else:
-        _update_block(
-            weight,
-            grad,
-            first,
-            second,
-            copy,
-            has_copy,
-            left,
-            numbers,
-            factor,
-            weight1,
-            beta2,
-            rest2,
-            from_gradient,
-            block,
-        )
+        _update_block(pointers, has_copy, left, numbers, factor, betas, from_gradient, block)
 
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

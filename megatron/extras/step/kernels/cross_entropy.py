@@ -7,13 +7,20 @@ move 44 bytes, because they work on fp32 logits (docs/benchmarks.md). All arithm
 and the gradient is rounded once.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from megatron.parallel.torch_private import make_operator
 
 
-@make_operator("reduce_logits")
+def _make_results(logits: Tensor, *others: Any) -> Tensor:
+    find_hits = others[-1]
+    return logits.new_empty((3 + find_hits, logits.shape[0]), dtype=torch.float32)
+
+
+@make_operator("reduce_logits", _make_results)
 def _reduce(
     logits: Tensor, real: int, local: Tensor, holds_target: Tensor, find_hits: bool
 ) -> Tensor:
@@ -38,29 +45,11 @@ def _write_gradient(
     """Replace logits by their gradient."""
     from megatron.extras.step.kernels.cross_entropy_kernel import launch_gradient
 
-    launch_gradient(logits, real, local, holds_target, top, factor, mask)
+    launch_gradient(logits, real, local, holds_target, top, factor, mask=mask)
 
 
-def _make_results(logits: Tensor, find_hits: bool) -> Tensor:
-    return logits.new_empty((3 + find_hits, logits.shape[0]), dtype=torch.float32)
-
-
-@torch.library.register_fake("megatron::reduce_logits")
-def _(logits: Tensor, real: int, local: Tensor, holds_target: Tensor, find_hits: bool) -> Tensor:
-    return _make_results(logits, find_hits)
-
-
-@_write_gradient.register_fake
-def _(
-    logits: Tensor,
-    real: int,
-    local: Tensor,
-    holds_target: Tensor,
-    top: Tensor,
-    factor: Tensor,
-    mask: Tensor | None,
-) -> None:
-    """Allocate nothing."""
+# It allocates nothing.
+_write_gradient.register_fake(lambda *_: None)
 
 
 class CrossEntropyKernels:
@@ -71,20 +60,8 @@ class CrossEntropyKernels:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return this rank's part of what the ranks combine. See `LossKernels.reduce`."""
         results = _reduce(logits, real, local, holds_target, find_hits)
-        hit = None
-        if find_hits:
-            hit = results[3]
-        return results[0], results[1], results[2], hit
+        return results[0], results[1], results[2], results[3] if find_hits else None
 
-    def write_gradient(
-        self,
-        logits: Tensor,
-        real: int,
-        local: Tensor,
-        holds_target: Tensor,
-        top: Tensor,
-        factor: Tensor,
-        mask: Tensor | None,
-    ) -> None:
-        """Replace logits by their gradient."""
-        _write_gradient(logits, real, local, holds_target, top, factor, mask)
+    def write_gradient(self, *arguments: Any) -> None:
+        """Replace logits by their gradient. See `LossKernels.write_gradient`."""
+        _write_gradient(*arguments)

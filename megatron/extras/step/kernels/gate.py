@@ -13,43 +13,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.config.model import GLU
 from megatron.config.table import Absent, Table
 from megatron.parallel.torch_private import make_operator
 
 
-@make_operator("apply_gate")
-def _apply(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+def _make_result(x: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _make_gradients(_: Tensor, gate: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    return _make_result(gate), _make_result(gate)
+
+
+@make_operator("apply_gate", _make_result)
+def apply_gate(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """Return activation(gate) * up, each [s, b, f/t]."""
     from megatron.extras.step.kernels.gate_kernel import launch_forward
 
-    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    out = _make_result(gate)
     launch_forward(gate.contiguous(), up.contiguous(), out, activation)
     return out
 
 
-@make_operator("apply_gate_backward")
+@make_operator("apply_gate_backward", _make_gradients)
 def _differentiate(
     grad: Tensor, gate: Tensor, up: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]:
     from megatron.extras.step.kernels.gate_kernel import launch_backward
 
-    grad_gate = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    grad_up = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    launch_backward(
-        grad.contiguous(), gate.contiguous(), up.contiguous(), grad_gate, grad_up, activation
-    )
-    return grad_gate, grad_up
-
-
-@torch.library.register_fake("megatron::apply_gate")
-def _(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    return torch.empty_like(gate, memory_format=torch.contiguous_format)
-
-
-@torch.library.register_fake("megatron::apply_gate_backward")
-def _(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    one, other = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
-    return one, other
+    grads = _make_gradients(grad, gate)
+    launch_backward(grad.contiguous(), gate.contiguous(), up.contiguous(), *grads, activation)
+    return grads
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
@@ -65,32 +59,23 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
 torch.library.register_autograd("megatron::apply_gate", _backward, setup_context=_save)
 
 
-@make_operator("square_relu")
-def _square(x: Tensor) -> Tensor:
+@make_operator("square_relu", _make_result)
+def square_relu(x: Tensor) -> Tensor:
+    """Return the square of ReLU, [s, b, f/t]."""
     from megatron.extras.step.kernels.gate_kernel import launch_square
 
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = _make_result(x)
     launch_square(x.contiguous(), out)
     return out
 
 
-@make_operator("square_relu_backward")
+@make_operator("square_relu_backward", _make_result)
 def _square_back(grad: Tensor, x: Tensor) -> Tensor:
     from megatron.extras.step.kernels.gate_kernel import launch_square_backward
 
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = _make_result(grad)
     launch_square_backward(grad.contiguous(), x.contiguous(), out)
     return out
-
-
-@torch.library.register_fake("megatron::square_relu")
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@torch.library.register_fake("megatron::square_relu_backward")
-def _(grad: Tensor, x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _save_input(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -104,16 +89,6 @@ def _differentiate_square(ctx: Any, grad: Tensor) -> Tensor:
 torch.library.register_autograd(
     "megatron::square_relu", _differentiate_square, setup_context=_save_input
 )
-
-
-def square_relu(x: Tensor) -> Tensor:
-    """Return the square of ReLU, [s, b, f/t]."""
-    return _square(x)
-
-
-def apply_gate(gate: Tensor, up: Tensor, activation: GLU) -> Tensor:
-    """Return activation(gate) * up, each [s, b, f/t]."""
-    return _apply(gate, up, activation)
 
 
 ACTIVATION_KERNELS: Table[Callable[..., Tensor]] = Table(

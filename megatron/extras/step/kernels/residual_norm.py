@@ -19,7 +19,23 @@ from megatron.model.norm import Norm
 from megatron.parallel.torch_private import make_operator
 
 
-@make_operator("add_and_normalise")
+def _make_results(x: Tensor, branch: Tensor | None, *others: Any) -> list[Tensor]:
+    centred = others[-1]
+    rows = x.numel() // x.shape[-1]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    results = [out, x.new_empty((1 + centred, rows), dtype=torch.float32)]
+    if branch is not None:
+        results.append(torch.empty_like(out))
+    return results
+
+
+def _make_gradients(*arguments: Any) -> tuple[Tensor, Tensor]:
+    _, _, total, weight, _, has_bias = arguments
+    grad = torch.empty_like(total, memory_format=torch.contiguous_format)
+    return grad, weight.new_empty((1 + has_bias, len(weight)))
+
+
+@make_operator("add_and_normalise", _make_results)
 def _add(
     x: Tensor,
     branch: Tensor | None,
@@ -40,7 +56,7 @@ def _add(
     return results
 
 
-@make_operator("add_and_normalise_backward")
+@make_operator("add_and_normalise_backward", _make_gradients)
 def _differentiate(
     grad_total: Tensor,
     grad_out: Tensor,
@@ -50,79 +66,23 @@ def _differentiate(
     has_bias: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of the sum, and those of weight and bias in one tensor."""
-    from megatron.extras.step.kernels.residual_norm_kernel import (
-        count_programs,
-        launch_backward,
-    )
+    from megatron.extras.step.kernels.residual_norm_kernel import count_programs, launch_backward
 
-    grad, grad_vectors = _make_gradients(total, weight, has_bias)
+    grad, grad_vectors = _make_gradients(grad_total, grad_out, total, weight, statistics, has_bias)
     programs = count_programs(statistics.shape[1], len(weight))
     parts = weight.new_empty((programs, *grad_vectors.shape), dtype=torch.float32)
-    launch_backward(
-        grad_total.contiguous(),
-        grad_out.contiguous(),
-        total.contiguous(),
-        weight,
-        statistics,
-        grad,
-        parts,
-        grad_vectors,
-    )
+    of_total, of_out, kept = (each.contiguous() for each in (grad_total, grad_out, total))
+    launch_backward(of_total, of_out, kept, weight, statistics, grad, parts, grad_vectors)
     return grad, grad_vectors
-
-
-def _make_results(x: Tensor, branch: Tensor | None, centred: bool) -> list[Tensor]:
-    rows = x.numel() // x.shape[-1]
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    results = [out, x.new_empty((1 + centred, rows), dtype=torch.float32)]
-    if branch is not None:
-        results.append(torch.empty_like(out))
-    return results
-
-
-def _make_gradients(total: Tensor, weight: Tensor, has_bias: bool) -> tuple[Tensor, Tensor]:
-    grad = torch.empty_like(total, memory_format=torch.contiguous_format)
-    return grad, weight.new_empty((1 + has_bias, len(weight)))
-
-
-@torch.library.register_fake("megatron::add_and_normalise")
-def _(
-    x: Tensor,
-    branch: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    centred: bool,
-) -> list[Tensor]:
-    return _make_results(x, branch, centred)
-
-
-@torch.library.register_fake("megatron::add_and_normalise_backward")
-def _(
-    grad_total: Tensor,
-    grad_out: Tensor,
-    total: Tensor,
-    weight: Tensor,
-    statistics: Tensor,
-    has_bias: bool,
-) -> tuple[Tensor, Tensor]:
-    return _make_gradients(total, weight, has_bias)
 
 
 class _AddAndNormalise(torch.autograd.Function):
     """Both directions. Without a branch, the first result is the input itself."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        branch: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        eps: float,
-        centred: bool,
-    ) -> tuple[Tensor, Tensor]:
-        results = _add(x, branch, weight, bias, eps, centred)
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        x, branch, weight, bias, _, _ = inputs
+        results = _add(*inputs)
         # An output must not be an input itself.
         total = x.view_as(x) if branch is None else results[2]
         ctx.save_for_backward(total, weight, results[1])

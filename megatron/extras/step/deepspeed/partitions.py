@@ -1,4 +1,8 @@
-"""AdamW over DeepSpeed's flat tensors, and its moments in the format of checkpoints.
+"""DeepSpeed's flat partitions: their elements as shards of global tensors, and AdamW over them.
+
+DeepSpeed flattens the parameters of a group and divides the result evenly over the data-parallel
+ranks. The boundaries ignore rows. A rank holds a contiguous run of a parameter's elements, which is
+in general no rectangular slice. `split_run` divides such a run into rectangular slices.
 
 Checkpoints need fp32 tensors that can be read and written in place. torch's moments are such
 tensors. The moments of bitsandbytes are 8-bit codes (https://arxiv.org/abs/2110.02861) in blocks
@@ -8,15 +12,18 @@ The invariant: codes that are decoded and encoded again do not change, if the bl
 the same. A resume at the same layout is therefore bit-identical.
 """
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.base.errors import ConfigError
 from megatron.config.optimizer import OptimizerConfig
-from megatron.parallel.shard import Kind
+from megatron.parallel.parameter_spec import ParameterSpec
+from megatron.parallel.shard import Kind, TensorShard
 
 _BLOCK = 256
 """Number of elements that share a scale in bitsandbytes' optimizers."""
@@ -24,26 +31,82 @@ _STATE: dict[Kind, str] = {"exp_avg": "1", "exp_avg_sq": "2"}
 """The suffix of bitsandbytes' state names (`state1`, `qmap1`, `absmax1`) for each moment."""
 
 
-class FlatMoments(Protocol):
-    """Access to the moments of an optimizer over flat tensors."""
+@dataclass(frozen=True)
+class Fragment:
+    """The elements of a parameter that this rank's flat partition holds.
 
-    live: bool
-    """Whether `open` returns the tensors that the optimizer itself updates."""
+    They are a contiguous run of the elements of the rank's tensor-parallel shard.
+    """
 
-    def open(self, index: int, kind: Kind) -> Tensor:
-        """Return a moment of flat tensor `index` in fp32, with one dimension.
+    name: str
+    spec: ParameterSpec
+    offset: tuple[int, ...]
+    """Offset of the tensor-parallel shard in the global parameter. It is 0 for one in pieces."""
+    shape: tuple[int, ...]
+    """Shape of the tensor-parallel shard, vocabulary padding included."""
+    start: int
+    """Index of the run's first element in the flattened tensor-parallel shard."""
+    size: int
+    """Number of elements in the run."""
+    flat: int
+    """Index of the flat partition of this rank that holds the run."""
+    at: int
+    """Index of the run's first element in that flat partition."""
 
-        It is the same tensor on each call until `take_over` or `drop`.
+    def shards(self, flats: Mapping[Kind, Tensor], *, owner: bool) -> Iterator[TensorShard]:
+        """Return views of the flat partition, one for each rectangular slice of the run and kind.
+
+        Args:
+            flats: The flat partition's tensor for each kind.
+            owner: Whether this rank stores the shards in a checkpoint.
         """
-        ...
+        for inner, shape, first in split_run(self.start, self.start + self.size, self.shape):
+            offset = tuple(a + b for a, b in zip(self.offset, inner, strict=True))
+            # Rows of the vocabulary padding are no part of the global tensor, so they must not get
+            # into a checkpoint.
+            for piece in self.spec.locate_rows(offset[0], shape[0]):
+                rows = slice(piece.local, piece.local + piece.rows)
+                for kind, flat in flats.items():
+                    run = flat.narrow(0, self.at + first - self.start, math.prod(shape)).view(shape)
+                    yield TensorShard(
+                        kind,
+                        self.name,
+                        self.spec.shape,
+                        (piece.start, *offset[1:]),
+                        run[rows],
+                        owner,
+                    )
 
-    def take_over(self, step: int) -> None:
-        """Give the optimizer what was written into open tensors, and its step count."""
-        ...
 
-    def drop(self) -> None:
-        """Free the tensors that are open."""
-        ...
+def split_run(
+    start: int, stop: int, shape: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Divide the elements start .. stop - 1 of a contiguous tensor into rectangular slices.
+
+    The slices come in the order of the elements.
+
+    Yields:
+        The offset of a slice, its shape, and the index of its first element.
+    """
+    if start >= stop:
+        return
+    if len(shape) == 1:
+        yield (start,), (stop - start,), start
+        return
+    # A run consists of the end of a row, some complete rows, and the beginning of a row. Complete
+    # rows form one slice. An incomplete row is divided by the same rule in one dimension less.
+    row = math.prod(shape[1:])
+    while start < stop:
+        index, inside = divmod(start, row)
+        if inside == 0 and stop - start >= row:
+            rows = (stop - start) // row
+            yield (index, *(0 for _ in shape[1:])), (rows, *shape[1:]), start
+            start += rows * row
+            continue
+        end = min(stop, (index + 1) * row)
+        for offset, size, first in split_run(inside, end - index * row, shape[1:]):
+            yield (index, *offset), (1, *size), index * row + first
+        start = end
 
 
 def build_adamw(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -77,6 +140,7 @@ class TorchMoments:
     """The moments of torch's AdamW, which are fp32 tensors already."""
 
     live = True
+    """Whether `open` returns the tensors that the optimizer itself updates."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, flats: Sequence[Tensor]) -> None:
         """Create the moments of `flats` in the optimizer's state.
@@ -90,21 +154,27 @@ class TorchMoments:
             self._states.append(optimizer.state[flat])
 
     def open(self, index: int, kind: Kind) -> Tensor:
-        """Return the optimizer's own tensor. See `FlatMoments.open`."""
+        """Return a moment of flat tensor `index` in fp32, with one dimension.
+
+        It is the same tensor on each call until `take_over` or `drop`.
+        """
         tensor: Tensor = self._states[index][kind]
         return tensor
 
     def take_over(self, step: int) -> None:
-        """Set the step count, which Adam's bias correction depends on."""
+        """Give the optimizer what was written into open tensors, and its step count.
+
+        Adam's bias correction depends on the count.
+        """
         for state in self._states:
             state["step"].fill_(float(step))
 
     def drop(self) -> None:
-        """Do nothing, because the tensors belong to the optimizer."""
+        """Free the tensors that are open. These belong to the optimizer."""
 
 
 class EightBitMoments:
-    """The moments of bitsandbytes' AdamW, decoded on request."""
+    """The moments of bitsandbytes' AdamW, decoded on request. Its methods are those of torch's."""
 
     live = False
 
@@ -128,16 +198,13 @@ class EightBitMoments:
             now, group["params"] = group["params"], [flat]
             # bitsandbytes reads this value only when it creates the state. So it can differ between
             # groups.
-            if index in exact:
-                optimizer.args.optim_bits = 32
-            else:
-                optimizer.args.optim_bits = 8
+            optimizer.args.optim_bits = 32 if index in exact else 8
             optimizer.init_state(group, flat, index, 0)
             group["params"] = now
             self._states.append(optimizer.state[flat])
 
     def open(self, index: int, kind: Kind) -> Tensor:
-        """Return a moment in fp32, decoded if it has 8 bits. See `FlatMoments.open`."""
+        """Return a moment in fp32, decoded if it has 8 bits. See `TorchMoments.open`."""
         if (index, kind) not in self._opened:
             self._opened[index, kind] = self._read(self._states[index], _STATE[kind])
         return self._opened[index, kind]
@@ -172,6 +239,9 @@ class EightBitMoments:
         absmax = state[f"absmax{name}"]
         code = state[f"qmap{name}"]
         return dequantize_blockwise(codes, absmax=absmax, code=code, blocksize=_BLOCK).cpu()
+
+
+FlatMoments = TorchMoments | EightBitMoments
 
 
 def encode(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:

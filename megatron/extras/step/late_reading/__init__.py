@@ -1,1 +1,0 @@
-"""Engines whose host reads the numbers of a step while the device computes the next one."""
