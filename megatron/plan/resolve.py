@@ -397,8 +397,9 @@ def _build_lr_schedule(
         decay = 1
     elif decay is None:
         # A ramp-up is ignored here. Each iteration counts with the final size, as for the decay.
-        by_iterations = config.batch.train_samples is None
-        decay = train_iters * global_batch_size if by_iterations else train_samples
+        decay = train_samples
+        if config.batch.train_samples is None:
+            decay = train_iters * global_batch_size
         # `LRSchedule` rejects a decay of less than one sample. A plan without an end has none.
         decay = max(1, decay)
     warmup: float = (
