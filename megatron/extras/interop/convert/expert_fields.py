@@ -17,15 +17,16 @@ from megatron.extras.interop.convert.fields import (
 )
 from megatron.model.shape import ModelShape
 
+_SHARED = "moe_shared_expert_intermediate_size"
 _READ = {
     "num_experts",
     "moe_router_topk",
     "moe_ffn_hidden_size",
     "moe_layer_freq",
     "moe_router_pre_softmax",
+    _SHARED,
 }
 """The fields that the classes here can express. The others must have their defaults."""
-_SHARED = "moe_shared_expert_intermediate_size"
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class ExpertFields:
         # The shared expert of Qwen3-Next always has a gate.
         expected = NO_EXPERTS | {"moe_shared_expert_gate": self.shared}
         # Groups and sigmoid are parts of classes that are not converted.
-        for name in NO_EXPERTS.keys() - _READ - {_SHARED}:
-            if getattr(model, name) != expected[name]:
+        for name, value in expected.items():
+            if name not in _READ and getattr(model, name) != value:
                 raise make_refusal(model, name)
         if (getattr(model, _SHARED) is not None) != self.shared:
             raise make_refusal(model, _SHARED)
