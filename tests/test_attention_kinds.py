@@ -8,13 +8,17 @@ import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from megatron.config.fields import build_config
 from megatron.config.model import AttentionKind
+from megatron.engine import describe
 from megatron.extras.planner.verify.reduction import reduce_plan
 from megatron.extras.step.deepspeed.kind import DEEPSPEED
+from megatron.model.execution import Execution
 from megatron.plan.kernel_choice import find_graph_obstacle
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
@@ -90,7 +94,6 @@ KINDS: dict[str, dict[str, str]] = {
     "latent": {
         "DeepSpeed": "--multi-latent-attention",
         "CUDA graphs": "latent attention",
-        "compiled layers": "--multi-latent-attention",
         "float8": "--multi-latent-attention",
         "muP": "--multi-latent-attention",
     },
@@ -102,6 +105,23 @@ KINDS: dict[str, dict[str, str]] = {
     },
 }
 """Kind -> parts that refuse it, and the name that the message has. All others have it."""
+
+
+def name_attention(device: str, **options: Any) -> str:
+    """Return the row of the start's table for latent attention."""
+    mesh = Mock(device=torch.device(device))
+    plan = make_plan("latent", **{"model.attention_dropout": 0.0})
+    return describe._describe_attention(plan, mesh, Execution(**options))[0]
+
+
+def test_the_table_names_padded_values() -> None:
+    """A head of 192 channels has values of 128."""
+    padded = ", values padded to 192 channels"
+    assert name_attention("cpu") == f"SDPA{padded}"
+    assert name_attention("cuda") == "SDPA"
+    assert name_attention("cuda", attention_kernels=("fused", "flash")) == "SDPA"
+    assert name_attention("cuda", attention_kernels=("flash", "unfused")) == f"SDPA{padded}"
+    assert name_attention("cuda", pack_documents=True) == f"torch's varlen_attn{padded}"
 
 
 def test_each_kind_is_listed() -> None:

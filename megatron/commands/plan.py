@@ -38,8 +38,7 @@ from megatron.console.preset_table import format_preset_table
 from megatron.console.run_tool import run_tool
 from megatron.data.epochs import DatasetUse, measure_training_data, warn_about_many_epochs
 from megatron.extras.interop.translators.translator import load_config
-from megatron.extras.planner.commands.plan_config import write_config
-from megatron.extras.planner.commands.plan_cost import build_cost_json, format_cost, write_trace
+from megatron.extras.planner.commands.plan_cost import build_cost_json, list_cost_rows, write_trace
 from megatron.extras.planner.commands.plan_dry_run import (
     build_dry_run_json,
     format_dry_run,
@@ -60,6 +59,7 @@ from megatron.extras.planner.commands.plan_source import (
     read_source,
     rename_document,
     split_arguments,
+    write_config,
     write_documents,
 )
 from megatron.extras.planner.cost.goodput import CostOptions
@@ -403,7 +403,7 @@ def _print_report(
     lines = [f"note: {note}" for note in notes]
     # With --distributed-backend gloo, the default is the CPU that the run asks for.
     is_default = options.hardware is None and hardware.has_gpu
-    predicted = format_cost(plan, hardware, options.cost, is_default=is_default, assumed=assumed)
+    predicted = list_cost_rows(plan, hardware, options.cost, is_default=is_default, assumed=assumed)
     lines += format_plan(plan, at, warnings, uses, hardware, predicted, assumed)
     search = _search(plan, options, hardware)
     lines += _format_search(search)

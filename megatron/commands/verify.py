@@ -204,13 +204,16 @@ def _check_types(options: VerifyArguments, training: list[str]) -> int:
     if options.processes is not None:
         raise ConfigError("--processes has no effect with --types. Leave it out.")
     # These import torch, see `_verify`.
-    from megatron.extras.planner.types.check import check_in_processes, require_spmd_types
+    from megatron.extras.planner.types.check import (
+        build_types_report,
+        check_in_processes,
+        format_types_report,
+        require_spmd_types,
+    )
 
     require_spmd_types()
     plan = _resolve_run(options, training)
     check = check_in_processes(plan)
-    from megatron.extras.planner.types.report import build_types_report, format_types_report
-
     report = build_types_report(plan, check)
     _print_report(options, report, format_types_report(report))
     return exit_codes.SUCCESS if check.passed else exit_codes.FOUND

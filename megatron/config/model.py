@@ -19,7 +19,13 @@ Parametrization = Literal["standard", "mup", "completep"]
 AttentionVariant = Literal["gated_delta_net"]
 TimeStep = Literal["one", "log-uniform"]
 AttentionKind = Literal["dot_product", "latent", "gated_delta_net"]
-"""Kinds of attention. A layer has one of them, whichever flags it follows from."""
+"""Kinds of attention. A layer has one of them, whichever flags it follows from. Code asks for
+`ModelConfig.attention_kinds` or `ModelShape.describe_layer`, and not for these flags."""
+ATTENTION_FIELDS: dict[AttentionKind, str] = {
+    "latent": "model.multi_latent_attention",
+    "gated_delta_net": "model.experimental_attention_variant",
+}
+"""Kind of attention -> the field that asks for it. dot_product is the default."""
 MLPKind = Literal["dense", "experts"]
 DROPOUT_STEPS = 1 << 16
 """A probability of dropout is rounded to a multiple of 1 / DROPOUT_STEPS."""
@@ -258,6 +264,13 @@ class ModelConfig:
     linear_time_step: TimeStep = "one"
     """Gated delta net: initial values of dt_bias. one: 1, as in Qwen3-Next. log-uniform: steps from
     0.001 to 0.1, as in Mamba (https://arxiv.org/abs/2312.00752) and Olmo-Hybrid."""
+
+    @property
+    def attention_kinds(self) -> tuple[AttentionKind, ...]:
+        """The kinds of attention of its layers. Those with a state in place of keys are last."""
+        usual: AttentionKind = "latent" if self.multi_latent_attention else "dot_product"
+        variant = self.experimental_attention_variant
+        return (usual,) if variant is None else (usual, variant)
 
     @property
     def has_dropout(self) -> bool:

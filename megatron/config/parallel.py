@@ -28,8 +28,8 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = 1
     """Stages that the layers are divided into."""
     pp_partition_method: str | None = None
-    """How layers are divided into stages: uniform, parameters, or type:REGEX (as in
-    'type:transformer|embedding')."""
+    """How layers are divided into stages: uniform, parameters, type:REGEX (as in
+    'type:transformer|embedding'), or the layers of each stage (layers:5,4,4,3)."""
     num_layers_per_virtual_pipeline_stage: int | None = None
     """Interleave: each rank has several stages of this many layers
     (https://arxiv.org/abs/2104.04473). This shortens idle times and needs more communication.

@@ -20,7 +20,7 @@ from megatron.data.indexed_source import (
     check_vocabulary,
 )
 from megatron.data.phases import PlannedPhase, find_phase_mixture, select_phases, use_phase
-from megatron.data.position_source import PositionSource, find_kind
+from megatron.data.position_source import PositionSource
 from megatron.data.registry import DatasetRegistry
 from megatron.data.segments import RequestedData, open_mixture
 from megatron.data.source import BatchSlice, Source, SourceKind, SourceRequest, Sources
@@ -53,20 +53,6 @@ class MockSource(PositionSource):
     def state(self) -> dict[str, Any]:
         """Return the position. There are no segments."""
         return {"consumed_samples": self._consumed, "segments": []}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Continue from a state.
-
-        Raises:
-            DataError: the state is that of real data.
-        """
-        if find_kind(state) != self.kind:
-            raise DataError(
-                f"{self.name}: the checkpoint was trained on real data, and --mock-data would go "
-                "on with synthetic tokens; remove --mock-data, or start a new run with --finetune "
-                "and another --save"
-            )
-        self._move_to(int(state["consumed_samples"]))
 
     def fill(self, positions: NDArray[np.int64], samples: NDArray[np.int64]) -> None:
         """Write the tokens of samples. See `PositionSource.fill`."""

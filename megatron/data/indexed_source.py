@@ -1,5 +1,6 @@
 """Sources of samples from indexed data sets (.bin and .idx)."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.base.errors import DataError
+from megatron.base.json_record import restore
 from megatron.data.batches import Microbatch
 from megatron.data.indexed import IndexedDataset
-from megatron.data.position_source import PositionSource, find_kind, make_vocabulary_error
+from megatron.data.position_source import PositionSource, make_vocabulary_error
 from megatron.data.registry import DatasetRegistry
 from megatron.data.segments import History, RequestedData, Segment, make_first_segment
 from megatron.data.source import BatchSlice
@@ -73,7 +75,7 @@ class IndexedSource(PositionSource):
         """Return the position and the segments of the order, as JSON values."""
         return {
             "consumed_samples": self._consumed,
-            "segments": [segment.to_json() for segment in self.history.segments],
+            "segments": [dataclasses.asdict(segment) for segment in self.history.segments],
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -82,22 +84,10 @@ class IndexedSource(PositionSource):
         Raises:
             DataError: the order that the state records cannot be rebuilt any more.
         """
-        kind = find_kind(state)
-        if kind == "mock":
-            raise DataError(
-                f"{self.name}: the checkpoint was trained on --mock-data; resume with it, or start "
-                "a new run from these weights with --finetune and another --save"
-            )
-        if kind != self.kind:
-            raise DataError(
-                f"{self.name}: the checkpoint was trained on data with --dataset-format. Resume "
-                "with these data, or start a new run from its weights with --finetune and another "
-                "--save."
-            )
-        self._move_to(int(state["consumed_samples"]))
+        super().load(state)
         self._prepared = False
         recorded = History(
-            [Segment.from_json(record) for record in state["segments"]], self._registry
+            [restore(Segment, record) for record in state["segments"]], self._registry
         )
         self._history = self._keep_notes(self._resume(recorded))
 

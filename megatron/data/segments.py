@@ -20,7 +20,6 @@ is lost or drawn twice, whatever changes on a resume. The rules are:
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,20 +61,6 @@ class Segment:
     seed: int
     seq_length: int
     parts: tuple[SegmentDataset, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the segment as JSON values."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> "Segment":
-        """Return the segment that `to_json` recorded."""
-        # JSON has no tuples. A list would make the part's key differ from a requested one.
-        parts = tuple(
-            SegmentDataset(**{**part, "documents": tuple(part["documents"])})
-            for part in record["parts"]
-        )
-        return cls(**{**record, "parts": parts})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch
 from megatron.base.plain_text import format_count
 from megatron.config.kernels import SWITCHES
 from megatron.engine.loss_scale import LossScale
+from megatron.model.attention_kernels import pads_values
 from megatron.model.execution import Execution
 from megatron.model.fused_operators import FusedOperators
 from megatron.model.loss import find_chunk_bytes
@@ -37,7 +38,7 @@ def list_kernels(
         ("loss", "fused projection and cross entropy", "fp32 logits are not kept"),
         ("precision", *_describe_precision(plan, execution, loss_scale)),
     ]
-    if plan.config.model.experimental_attention_variant is not None:
+    if "gated_delta_net" in plan.config.model.attention_kinds:
         how = ("PyTorch's operators", "GPUs have kernels with pip install 'megatron-3d[fla]'")
         if execution.operators.delta_rule is not None:
             how = ("kernels of fla-core", "it is installed")
@@ -53,10 +54,9 @@ def list_kernels(
     if execution.recomputed_part or execution.recompute_attention_core:
         rows.append(("recomputation", *_describe_recomputation(execution)))
     if execution.compile:
+        graphs = "all layers share their graphs"
         if execution.dynamic_shapes:
             graphs = "any sequence length"
-        else:
-            graphs = "all layers share their graphs"
         rows.append(
             (
                 "compiler",
@@ -80,54 +80,48 @@ def _describe_attention(plan: Plan, mesh: Mesh, execution: Execution) -> tuple[s
     config = plan.config.model
     # torch selects the kernel of SDPA at run time. The rows only name the conditions that exclude
     # its fused kernels.
-    if config.position_embedding_type == "alibi":
-        attention = "SDPA with a bias", "ALiBi needs one"
-    elif config.sliding_window is not None:
-        attention = "SDPA with a bias", "layers with a sliding window need one"
-    elif config.multi_latent_attention:
-        attention = "SDPA", "causal, no bias; torch's flash kernel needs values as wide as keys"
-    else:
-        attention = "SDPA", "causal, no bias; torch uses its fused kernel where it has one"
+    how, why = "SDPA with a bias", "layers with a sliding window need one"
+    if plan.shape.has_alibi:
+        why = "ALiBi needs one"
+    elif config.sliding_window is None:
+        how, why = "SDPA", "causal, no bias; torch uses its fused kernel where it has one"
+    kernels, packs, shape = execution.attention_kernels, execution.pack_documents, plan.shape
+    padded = ""
+    if shape.value_dim < shape.head_dim and (packs or pads_values(kernels, mesh.device)):
+        padded = f", values padded to {shape.head_dim} channels"
+    how += padded
     if config.attention_dropout > 0 and not execution.draws_by_kernel:
         masks = "masks of --attention-dropout that are the same on every layout need scores"
         megabytes = find_chunk_bytes(on_gpu=mesh.device.type == "cuda") >> 20
-        attention = (
-            "products and softmax, some queries at a time",
+        how = "products and softmax, some queries at a time"
+        why = (
             f"{masks}: up to {megabytes} MiB of them in fp32, each block computed twice; "
-            "--attention-dropout 0 has a fused kernel",
+            "--attention-dropout 0 has a fused kernel"
         )
-    elif execution.attention_kernels:
+    elif kernels:
         # The conditions above apply to torch's own choice.
-        kernels = " ".join(execution.attention_kernels)
-        why = plan.kernel_reasons.get("attention_backend", "--attention-backend")
-        attention = (
-            attention[0],
-            f"the first possible kernel of: {kernels}; {why}",
-        )
-    if execution.pack_documents:
+        reason = plan.kernel_reasons.get("attention_backend", "--attention-backend")
+        why = f"the first possible kernel of: {' '.join(kernels)}; {reason}"
+    if packs:
         if mesh.device.type == "cpu":
             return "document by document", "a CPU has no kernel for all documents of a microbatch"
-        return "torch's varlen_attn", "one call for all documents of a microbatch"
+        return f"torch's varlen_attn{padded}", "one call for all documents of a microbatch"
     if plan.config.data.reset_attention_mask:
         if execution.compile:
-            note = "; attention is not compiled"
-        else:
-            note = ""
-        return f"{attention[0]}, document by document", attention[1] + note
-    return attention
+            why += "; attention is not compiled"
+        how += ", document by document"
+    return how, why
 
 
 def _describe_precision(
     plan: Plan, execution: Execution, loss_scale: LossScale | None
 ) -> tuple[str, str]:
+    stream = ""
     if execution.fp32_residual:
         stream = ", residual stream fp32"
-    else:
-        stream = ""
+    scale = ""
     if loss_scale is not None:
         scale = f"; loss scale {loss_scale.describe()}"
-    else:
-        scale = ""
     dtype = str(execution.dtype or torch.float32).removeprefix("torch.")
     first, second = plan.config.optimizer.exp_avg_dtype, plan.config.optimizer.exp_avg_sq_dtype
     in_fp32 = "masters, moments and accumulation in fp32"
@@ -169,11 +163,10 @@ def _describe_pipeline(plan: Plan, mesh: Mesh, pipelined: str) -> tuple[str, str
     ranks = mesh.grid.pipeline
     stages = plan.stages
     layers = " ".join(str(len(stage.layers)) for stage in stages)
+    virtual = ""
     # A rank holds more than one stage only with virtual stages (interleaved 1F1B).
     if len(stages) > ranks:
         virtual = f", {len(stages) // ranks} stages on each"
-    else:
-        virtual = ""
     return f"{ranks} ranks{virtual}, {pipelined}", f"layers of the stages: {layers}"
 
 

@@ -302,11 +302,10 @@ class NativeEngine(EngineBase):
             terms, scale, accept, votes=vote is not None, counts=self._counted_tokens is not None
         )
         if result.applied:
+            clip_factor = 1.0
             # 1e-6 as in `torch.nn.utils.clip_grad_norm_`.
             if self._clip > 0 and result.grad_norm > self._clip:
                 clip_factor = self._clip / (result.grad_norm + 1e-6)
-            else:
-                clip_factor = 1.0
             self._mesh.progress.begin_part("optimizer")
             self._before_update()
             self._optimizer.step(*rates, clip_factor / scale)

@@ -29,7 +29,7 @@ from megatron.model.attention_core import (
     list_pieces,
     share_sequence,
 )
-from megatron.model.attention_kernels import use_attention_kernels
+from megatron.model.attention_kernels import pads_values, use_attention_kernels
 from megatron.model.dropout import Dropout, WeightDropout
 from megatron.model.fused_operators import FusedOperators
 from megatron.model.inputs import Documents
@@ -248,6 +248,7 @@ class Attention(nn.Module):
         weighting = Weighting(
             *(bias, self.window, drop, self._get_head_values(query), self.softmax.weigh, kernels),
             only_window=only_window,
+            pads_values=value.shape[3] < key.shape[3] and pads_values(self.kernels, query.device),
         )
         # This function runs again in a recomputation, which must use the same kernel.
         allowed = use_attention_kernels(self.kernels)
@@ -316,7 +317,7 @@ class SelfAttention(Attention):
         self.q_norm = build_query_key_norm(config, specs.get("q_norm.weight"), tp)
         self.k_norm = build_query_key_norm(config, specs.get("k_norm.weight"), tp)
         self.gate: ColumnParallelLinear | None = None
-        if config.attention_output_gate:
+        if shape.gate_dim:
             self.gate = ColumnParallelLinear(specs, "gate", tp)
         self._add_output(specs, tp)
 

@@ -24,6 +24,7 @@ from megatron.model.inputs import Documents
 from megatron.model.loss import split_rows
 from megatron.parallel.context import Keys, exchange_heads, read_keys, return_heads
 from megatron.parallel.mesh import ContextParallel
+from megatron.parallel.padding import trim_columns, widen
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Weighting:
     """Kernels of attention with this softmax. None: products and a softmax compute it."""
     only_window: bool = True
     """Whether the bias has nothing but the causal mask and the window."""
+    pads_values: bool = False
+    """See `attention_kernels.pads_values`."""
 
     def cut(self, sample: int, query: int, key: int, queries: int, keys: int) -> "Weighting":
         """Return the weighting of a part of the logits.
@@ -104,15 +107,16 @@ def attend(query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> T
 
         # With `is_causal`, the first query would see the first key only.
         mask = attention_bias.causal_lower_right(queries, keys)
-    return F.scaled_dot_product_attention(
+    found = F.scaled_dot_product_attention(
         query,
         key,
-        value,
+        widen(value, key) if weighting.pads_values else value,
         attn_mask=mask,
         dropout_p=0.0 if drop is None else drop.dropout.p,
         is_causal=mask is None,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+    return trim_columns(found, value.shape[3])
 
 
 def attend_by_document(

@@ -43,6 +43,19 @@ def use_attention_kernels(names: Sequence[str]) -> AbstractContextManager[Any]:
     return sdpa_kernel([_BACKENDS[name] for name in names], set_priority=True)
 
 
+def pads_values(names: Sequence[str], device: torch.device) -> bool:
+    """Return whether values that are narrower than keys get zeros up to the width of keys.
+
+    Only flash kernels need that. On a GPU other fused kernels take both widths, so flash has to be
+    the first choice. Without flash, a CPU computes all logits.
+
+    Args:
+        names: See `use_attention_kernels`.
+        device: Where the model computes.
+    """
+    return names[0] == "flash" if names else device.type == "cpu"
+
+
 def install_torch_order(device: torch.device) -> None:
     """Let torch set its own order of kernels now.
 
@@ -91,7 +104,8 @@ def require_attention_kernels(
     # Layers differ only in whether they need a bias.
     biases = sorted({_needs_bias(shape, window) for window in windows})
     for biased, length in product(biases, lengths):
-        sizes = ((heads, shape.head_dim), (1, shape.head_dim), (1, shape.value_dim))
+        value_dim = shape.head_dim if pads_values(names, device) else shape.value_dim
+        sizes = ((heads, shape.head_dim), (1, shape.head_dim), (1, value_dim))
         query, key, value = (
             torch.zeros((1, n, length, width), dtype=dtype, device=device) for n, width in sizes
         )
@@ -122,9 +136,7 @@ def require_attention_kernels(
 
 def _needs_bias(shape: ModelShape, window: int | None) -> bool:
     """Return whether the layers with this window add a bias to their logits."""
-    config = shape.config
-    shortened = window is not None and window < config.seq_length
-    return shortened or config.position_embedding_type == "alibi"
+    return shape.has_alibi or (window is not None and window < shape.config.seq_length)
 
 
 def _describe_refusal(

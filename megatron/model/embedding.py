@@ -1,11 +1,13 @@
 """Embedding of token ids: word vectors, optional LayerNorm, learned positions and dropout."""
 
+from dataclasses import replace
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.model.dropout import Dropout
 from megatron.model.inputs import Inputs
-from megatron.model.norm import LayerNorm
+from megatron.model.norm import Norm, build_norm
 from megatron.model.shape import ModelShape
 from megatron.parallel.context import take_own
 from megatron.parallel.layers import VocabParallelEmbedding, make_replicated_outside_region
@@ -42,13 +44,9 @@ class Embedding(nn.Module):
         )
         # BigScience's 104B model used this norm against loss spikes (its lessons learned). It is a
         # LayerNorm also if the blocks use RMSNorm.
-        self.norm: LayerNorm | None = None
+        self.norm: Norm | None = None
         if config.embed_layernorm:
-            self.norm = LayerNorm(
-                *(config.hidden_size, config.layernorm_epsilon, tp),
-                bias=config.norm_bias,
-                zero_centred=config.apply_layernorm_1p,
-            )
+            self.norm = build_norm(replace(config, normalization="LayerNorm"), tp)
         rows = shape.position_table_size
         self.position: nn.Parameter | None = None
         if rows:
@@ -68,12 +66,11 @@ class Embedding(nn.Module):
             x = x.float()
         if self.position is not None:
             local = x.shape[0]
+            first = 0
             # With sequence parallelism each rank holds a slice of the sequence, so it adds the
             # positions of that slice only.
             if self.tp.sequence_parallel:
                 first = self.tp.rank * local
-            else:
-                first = 0
             if inputs.position_ids is None:
                 # Without context parallelism, the slice below is all that is needed.
                 rows: Tensor = self.position

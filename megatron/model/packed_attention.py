@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron.base.errors import ConfigError
 from megatron.model.inputs import Documents
+from megatron.parallel.padding import trim_columns, widen
 
 _OLDEST_GPU = (8, 0)
 """Compute capability that the kernel needs, that of an A100."""
@@ -64,16 +65,16 @@ def attend_packed(
     Args:
         query: [b, n/t, s, d].
         key: [b, g/t, s, d].
-        value: [b, g/t, s, d].
+        value: [b, g/t, s, width of a value]. The kernel gets zeros up to d.
         documents: The documents of the b samples.
         window: Number of tokens that a token attends to, itself included. None: no limit.
 
     Returns:
-        The context, [b, n/t, s, d].
+        The context, [b, n/t, s, width of a value].
     """
     samples, _, length, _ = query.shape
     # The kernel reads [b s, n/t, d]. This is a copy if there are several samples.
-    packed = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
+    packed = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, widen(value, key))]
     attend: Callable[..., Tensor] = _load_kernel() if query.is_cuda else attend_one_by_one
     options: dict[str, Any] = {}
     if query.shape[1] != key.shape[1] and _has_option(attend, "enable_gqa"):
@@ -89,7 +90,7 @@ def attend_packed(
         window_size=(before, 0),
         **options,
     )
-    return context.unflatten(0, (samples, length)).transpose(1, 2)
+    return trim_columns(context.unflatten(0, (samples, length)).transpose(1, 2), value.shape[3])
 
 
 def attend_one_by_one(

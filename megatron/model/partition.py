@@ -9,12 +9,15 @@ stages are stages like the others, and are dealt to the ranks in turn.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from megatron.base.errors import ConfigError
 from megatron.config.parallel import ParallelConfig
 from megatron.model import flops
 from megatron.model.shape import ModelShape
+
+GIVEN_SIZES = "layers:"
+"""How a value of --pp-partition-method begins that has the number of layers of each stage."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ def partition(shape: ModelShape, parallel: ParallelConfig) -> tuple[Stage, ...]:
 
     Raises:
         ConfigError: There are more ranks than layers, virtual stages do not divide the layers or
-            have no pipeline, or the method is unknown.
+            have no pipeline, the method is unknown, or its sizes do not fit.
     """
     ranks = parallel.pipeline_model_parallel_size
     per_virtual = parallel.num_layers_per_virtual_pipeline_stage
@@ -55,9 +58,10 @@ def partition(shape: ModelShape, parallel: ParallelConfig) -> tuple[Stage, ...]:
             f"--pipeline-model-parallel-size {ranks} must not exceed --num-layers {layers}: each "
             "stage needs a layer."
         )
-    ends = 0.0
-    if parallel.pp_partition_method is not None:
-        ends = _weigh_ends(shape, parallel.pp_partition_method)
+    method = parallel.pp_partition_method or "uniform"
+    if method.startswith(GIVEN_SIZES):
+        return _make_stages([0, *accumulate(_read_sizes(method, layers, ranks))])
+    ends = _weigh_ends(shape, method)
     if per_virtual is None:
         return _make_stages(_choose_even_boundaries(layers, ranks, ends))
     if ranks == 1:
@@ -71,6 +75,22 @@ def partition(shape: ModelShape, parallel: ParallelConfig) -> tuple[Stage, ...]:
         raise ConfigError(_describe_indivisible(layers, counted, ranks, per_virtual))
     # Virtual stages have equal sizes, so that all ranks take equally long for each.
     return _make_stages(_choose_even_boundaries(layers, counted // per_virtual, ends))
+
+
+def _read_sizes(method: str, layers: int, ranks: int) -> list[int]:
+    """Return the number of layers of each stage.
+
+    Raises:
+        ConfigError: There is another number of stages or of layers, or a stage has no layer.
+    """
+    parts = method.removeprefix(GIVEN_SIZES).split(",")
+    sizes = [int(part) if part.isdecimal() else 0 for part in parts]
+    if len(sizes) != ranks or sum(sizes) != layers or 0 in sizes:
+        raise ConfigError(
+            f"--pp-partition-method {method} needs a number above 0 for each of {ranks} stages, "
+            f"which add up to --num-layers {layers}; write it as in layers:3,2,2."
+        )
+    return sizes
 
 
 def select_stages_of_rank(
@@ -174,7 +194,8 @@ def _weigh_ends(shape: ModelShape, method: str) -> float:
     if method == "uniform":
         return 0.0
     raise ConfigError(
-        f"--pp-partition-method {method} is unknown; use uniform, parameters or type:REGEX."
+        f"--pp-partition-method {method} is unknown; use uniform, parameters, type:REGEX or "
+        "layers:SIZES."
     )
 
 

@@ -342,26 +342,20 @@ class PositionTables:
         queries = seq_length
         if context.size > 1 and not context.exchange_heads:
             queries = seq_length // (2 * context.size)
-        match config.position_embedding_type:
-            case "absolute":
-                # The embedding has the table.
-                positions = Positions()
-            case "rotary":
-                cos, sin = make_scaled_rotary_table(seq_length, self._shape, device)
-                positions = Positions(cos=cos, sin=sin)
-            case "alibi":
-                n = config.num_attention_heads
-                local = n // self._tp.size
-                heads = range(self._tp.rank * local, (self._tp.rank + 1) * local)
-                if context.exchange_heads:
-                    share = local // context.size
-                    heads = heads[context.rank * share : (context.rank + 1) * share]
-                positions = Positions(
-                    bias=make_alibi_bias(heads, n, seq_length, device, dtype, queries)
-                )
-            case _:
-                assert_never(config.position_embedding_type)
-        positions = replace(positions, context=context)
+        # The embedding has the table of learned positions.
+        positions = Positions(context=context)
+        if self._shape.rotary_dim:
+            cos, sin = make_scaled_rotary_table(seq_length, self._shape, device)
+            positions = replace(positions, cos=cos, sin=sin)
+        if self._shape.has_alibi:
+            n = config.num_attention_heads
+            local = n // self._tp.size
+            heads = range(self._tp.rank * local, (self._tp.rank + 1) * local)
+            if context.exchange_heads:
+                share = local // context.size
+                heads = heads[context.rank * share : (context.rank + 1) * share]
+            bias = make_alibi_bias(heads, n, seq_length, device, dtype, queries)
+            positions = replace(positions, bias=bias)
         window = config.sliding_window
         if window is None or window >= seq_length:
             return replace(positions, window_bias=positions.bias)

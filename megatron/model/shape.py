@@ -42,16 +42,21 @@ class ModelShape:
     @property
     def head_dim(self) -> int:
         """Width d of a query and of a key of an attention head."""
-        if self.config.multi_latent_attention:
+        if self.attention == "latent":
             return self.config.qk_head_dim + self.config.qk_pos_emb_head_dim
         return self.config.kv_channels or self.config.hidden_size // self.config.num_attention_heads
 
     @property
     def value_dim(self) -> int:
         """Width of a value of an attention head."""
-        if self.config.multi_latent_attention:
+        if self.attention == "latent":
             return self.config.v_head_dim
         return self.head_dim
+
+    @property
+    def gate_dim(self) -> int:
+        """Width of the gate of an attention head's result, 0 without a gate."""
+        return self.value_dim if self.config.attention_output_gate else 0
 
     @property
     def query_groups(self) -> int:
@@ -94,7 +99,7 @@ class ModelShape:
     def linear_layers(self) -> frozenset[int]:
         """Numbers of the layers with a gated delta net in place of attention."""
         frequency = self.config.linear_attention_freq
-        if self.config.experimental_attention_variant is None or frequency is None:
+        if len(self.config.attention_kinds) == 1 or frequency is None:
             return frozenset()
         return find_linear_layers(frequency, self.config.num_layers)
 
@@ -110,13 +115,22 @@ class ModelShape:
                 assert_never(self.config.position_embedding_type)
 
     @property
+    def has_alibi(self) -> bool:
+        """Whether distances give a bias to the logits of attention."""
+        return self.config.position_embedding_type == "alibi"
+
+    @property
     def rotary_dim(self) -> int:
         """Channels of a head that are rotated, 0 without rotary positions."""
-        if self.config.position_embedding_type != "rotary":
-            return 0
-        if self.config.multi_latent_attention:
-            return self.config.qk_pos_emb_head_dim
-        return int(self.head_dim * self.config.rotary_percent)
+        match self.config.position_embedding_type:
+            case "absolute" | "alibi":
+                return 0
+            case "rotary" if self.attention == "latent":
+                return self.config.qk_pos_emb_head_dim
+            case "rotary":
+                return int(self.head_dim * self.config.rotary_percent)
+            case _:
+                assert_never(self.config.position_embedding_type)
 
     @property
     def rope_attention_factor(self) -> float:
@@ -129,7 +143,7 @@ class ModelShape:
             return 1.0
         if config.rope_attention_factor is not None:
             return config.rope_attention_factor
-        if not config.multi_latent_attention:
+        if self.attention != "latent":
             return self._scale_by_yarn(1.0)
         return self._scale_by_yarn(config.mscale) / self._scale_by_yarn(config.mscale_all_dim)
 
@@ -151,21 +165,18 @@ class ModelShape:
     def attention(self) -> AttentionKind:
         """The kind of the layers that have attention."""
         # Each such layer of a model has the same kind.
-        if self.config.multi_latent_attention:
-            return "latent"
-        return "dot_product"
+        return self.config.attention_kinds[0]
 
     def describe_layer(self, index: int) -> LayerDescription:
         """Return the description of layer number `index` of the complete model, from 0."""
         config = self.config
         mlp: MLPKind = "experts" if index in self.expert_layers else "dense"
-        kind = config.experimental_attention_variant
-        if kind and index in self.linear_layers:
+        if index in self.linear_layers:
             norms = config.linear_norm_placement or config.norm_placement
-            return LayerDescription(index, False, None, kind, mlp, norms)
+            return LayerDescription(index, False, None, config.attention_kinds[1], mlp, norms)
         return LayerDescription(
             number=index,
-            rotary=config.position_embedding_type == "rotary"
+            rotary=self.rotary_dim > 0
             and index not in _choose_layers(config.no_rope_layers, config.num_layers),
             window=None
             if index in _choose_layers(config.full_attention_layers, config.num_layers)

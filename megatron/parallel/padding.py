@@ -55,6 +55,12 @@ def pad_columns(x: Tensor) -> Tensor:
     return F.pad(x, (0, pad_width(width, x) - width))
 
 
+def widen(x: Tensor, like: Tensor) -> Tensor:
+    """Return [..] with columns of zeros up to the width of `like`, or itself if it is as wide."""
+    missing = like.shape[-1] - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing > 0 else x
+
+
 def pad_matrix(matrix: Tensor, rows: int, columns: int) -> Tensor:
     """Return a matrix with rows and columns of zeros, or itself if it has this shape."""
     height, width = matrix.shape

@@ -31,10 +31,8 @@ def find_graph_obstacle(plan: Plan) -> str | None:
         "the stages of a pipeline send messages": plan.pipeline_size > 1,
         "several ranks share the weights, which FSDP2 gathers": plan.weight_ranks > 1,
         "each expert gets another number of tokens": config.model.num_experts is not None,
-        "gated delta nets were not recorded": (
-            config.model.experimental_attention_variant is not None
-        ),
-        "latent attention was not recorded": config.model.multi_latent_attention,
+        "gated delta nets were not recorded": "gated_delta_net" in config.model.attention_kinds,
+        "latent attention was not recorded": "latent" in config.model.attention_kinds,
         "the number of documents differs": config.data.reset_attention_mask,
         "--checkpoint-in-cpu copies to host memory": config.recompute.checkpoint_in_cpu,
     }
@@ -159,16 +157,7 @@ def _find_obstacle(name: str, plan: Plan, device: KernelDevice) -> str | None:
     The reason is empty if the model has nothing that the kernel computes.
     """
     config = plan.config
-    absent = {
-        "rope_fusion": config.model.position_embedding_type != "rotary"
-        or config.model.multi_latent_attention,
-        "bias_swiglu_fusion": not get_activation(config.model).has_kernel,
-        "residual_norm_fusion": not config.model.has_norms_first
-        or config.model.apply_layernorm_1p
-        or config.precision.fp32_residual_connection,
-        "adamw_fusion": config.optimizer.optimizer != "adam" or config.parallel.deepspeed,
-    }
-    if absent.get(name):
+    if not has_use(name, plan):
         return ""
     if device.gpu == CPU:
         return "a CPU has none"
@@ -181,6 +170,20 @@ def _find_obstacle(name: str, plan: Plan, device: KernelDevice) -> str | None:
     if config.kernels.use_torch_compile and name not in _NEVER_COMPILED:
         return _COMPILED
     return None
+
+
+def has_use(name: str, plan: Plan) -> bool:
+    """Return whether a run has something that a kernel computes."""
+    config = plan.config
+    absent = {
+        "rope_fusion": not plan.shape.rotary_dim or plan.shape.attention != "dot_product",
+        "bias_swiglu_fusion": not get_activation(config.model).has_kernel,
+        "residual_norm_fusion": not config.model.has_norms_first
+        or config.model.apply_layernorm_1p
+        or config.precision.fp32_residual_connection,
+        "adamw_fusion": config.optimizer.optimizer != "adam" or config.parallel.deepspeed,
+    }
+    return not absent.get(name)
 
 
 def _find_obstacle_of_sums(plan: Plan) -> str | None:
@@ -202,19 +205,19 @@ def _find_obstacle_of_sums(plan: Plan) -> str | None:
 def _find_obstacle_of_graphs(plan: Plan, device: KernelDevice) -> str | None:
     """Return why no microbatch is recorded as a CUDA graph, or None if they are."""
     given = plan.config.kernels.cuda_graph
+    if given == "off":
+        return "--cuda-graph off"
+    if device.gpu == CPU:
+        return "a CPU has none"
+    if ROCM in device.gpu:
+        return "never tried on a GPU of AMD"
     match given:
-        case "off":
-            return "--cuda-graph off"
         case "on":
             reason = find_graph_obstacle(plan)
         case "auto":
             reason = find_default_obstacle(plan)
         case _:
             assert_never(given)
-    if device.gpu == CPU:
-        return "a CPU has none"
-    if ROCM in device.gpu:
-        return "never tried on a GPU of AMD"
     if reason is None and not device.has_graphs:
         return "megatron.extras.step.cuda_graph is not installed"
     return reason

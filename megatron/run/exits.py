@@ -177,10 +177,9 @@ class Exits:
 
     def _confirm_key(self) -> None:
         """Confirm Ctrl-C with a message, because the current iteration may take long."""
+        what = "ends after this iteration and saves nothing, because --save was not given"
         if self._saves:
             what = "saves after this iteration and ends"
-        else:
-            what = "ends after this iteration and saves nothing, because --save was not given"
         line = f"\nreceived SIGINT (Ctrl-C): the run {what}; press Ctrl-C again to abort\n"
         # `print` raises an error in a signal handler that interrupts another `print`.
         with contextlib.suppress(OSError):

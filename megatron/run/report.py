@@ -188,14 +188,12 @@ class Reporter:
     def describe_conventions(self) -> list[tuple[str, str, str]]:
         """Return the row of the start table for the definitions of TFLOPs and MFU."""
         recompute = self._plan.config.recompute.recomputed_part
+        counted = "forward and backward"
         if recompute:
             counted = "forward, backward and recomputation"
-        else:
-            counted = "forward and backward"
+        peak = "no MFU: give --peak-tflops-per-device"
         if self._peak:
             peak = f"MFU against a peak of {self._peak:g} TFLOPs"
-        else:
-            peak = "no MFU: give --peak-tflops-per-device"
         return [
             (
                 "TFLOPs",
@@ -334,10 +332,7 @@ class Reporter:
             learning_rate=step.learning_rate,
             decoupled_learning_rate=step.decoupled_learning_rate,
             seconds=interval.seconds / interval.iterations,
-            samples_per_second=rates.samples_per_second,
-            tokens_per_second=rates.tokens_per_second,
-            tflops=rates.tflops,
-            mfu=rates.mfu,
+            **vars(rates),
             skipped_iterations=interval.iterations - interval.applied,
             nan_iterations=interval.nan,
             # Only applied steps have a loss that counts. With none, the field is left out.
@@ -437,12 +432,7 @@ class Reporter:
 
         In TensorBoard a single validation set needs no name. A test set always has its own.
         """
-        at = Axes(
-            iteration=state.iteration,
-            consumed_samples=state.consumed_samples,
-            consumed_tokens=state.consumed_tokens,
-            gigaflops_without_embeddings=state.gigaflops_without_embeddings,
-        )
+        at = Axes.of(state)
         for name, result in results.items():
             self.evaluated[name] = state.iteration, result
             self.log(format_validation_line(state.iteration, result.loss, name))

@@ -331,6 +331,10 @@ FAILURES: list[tuple[dict[str, object], str]] = [
         {"pp_partition_method": "parameters", "num_layers_per_virtual_pipeline_stage": 2},
         "--pp-partition-method parameters and --num-layers-per-virtual-pipeline-stage 2 both",
     ),
+    (
+        {"pp_partition_method": "layers:4,2", "num_layers_per_virtual_pipeline_stage": 2},
+        "--pp-partition-method layers:4,2 and --num-layers-per-virtual-pipeline-stage 2 both",
+    ),
     ({"cpu_optimizer": True}, "--cpu-optimizer needs --deepspeed; without it, --zero-stage shards"),
     (
         {"exp_avg_sq_dtype": "bf16", "adam_beta2": 0.997},
@@ -427,6 +431,16 @@ FAILURES: list[tuple[dict[str, object], str]] = [
     (
         {**VARLEN, "attention_dropout": 0.1},
         "--use-varlen-attention cannot be combined with --attention-dropout 0.1",
+    ),
+    (
+        {
+            **VARLEN,
+            "multi_latent_attention": True,
+            "position_embedding_type": "rotary",
+            "add_bias_linear": False,
+            "v_head_dim": 200,
+        },
+        "the width of a head is 192, but its kernel needs",
     ),
     ({**VARLEN, "kv_channels": 20}, "the width of a head is 20, but its kernel needs a multiple"),
     ({**VARLEN, "kv_channels": 264}, "the width of a head is 264, but its kernel needs"),

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from megatron.config.data import DataConfig
-from megatron.extras.interop.convert.card import list_data_names
+from megatron.extras.interop.convert.export import list_data_names
 
 
 def test_data_are_named_wherever_they_are_given(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from megatron.extras.interop.convert.architectures import (
 from megatron.extras.interop.convert.export import ExportOptions, export_checkpoint
 from megatron.extras.interop.convert.fields import NOT_ARCHITECTURE
 from megatron.extras.interop.convert.importing import import_model
-from megatron.extras.interop.translators.compat_core_derived import describe_layers
+from megatron.extras.interop.translators.compat_derived import describe_layers
 from megatron.model.positions import make_scaled_rotary_table, scale_rotary_frequencies
 from megatron.model.shape import ModelShape
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from megatron.checkpoint.load import Checkpoint, open_checkpoint
 from megatron.extras.inference.generate.load import load_model
 from megatron.extras.interop.commands import convert_checkpoint
-from megatron.extras.interop.convert.trainer_names import find_fms_parts
+from megatron.extras.interop.convert.trainer_files import find_fms_parts
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "fms-fsdp"
 MODEL = (

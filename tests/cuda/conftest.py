@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron.extras.planner.dry_run.cuda_guard import find_compiler
+from megatron.extras.planner.dry_run.process import find_compiler
 
 Call = Callable[..., Any]
 """Takes a function and its arguments. Returns its result in the process with the fake GPU."""

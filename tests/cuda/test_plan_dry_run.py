@@ -182,7 +182,7 @@ def test_a_home_that_cannot_be_written_leaves_no_folder(tmp_path: Path):
     compiler = write_compiler(tmp_path / "compiler")
     (tmp_path / "temporary").mkdir()
     code = (
-        "import tempfile; from megatron.extras.planner.dry_run.cuda_guard import build_guard; "
+        "import tempfile; from megatron.extras.planner.dry_run.process import build_guard; "
         "path = build_guard(); print(path, path.read_text(), tempfile.gettempdir())"
     )
     environment = {

@@ -18,6 +18,10 @@ from megatron.base.errors import TrainingError
 from megatron.extras.planner.dry_run.record import RankReport
 
 BF16 = "--bf16 "
+LATENT = (
+    "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
+    "--v-head-dim 16 --position-embedding-type rotary --no-add-bias-linear "
+)
 LLAMA = (
     "--position-embedding-type rotary --normalization RMSNorm --glu-activation swiglu "
     "--no-add-bias-linear --untie-embeddings-and-output-weights "
@@ -219,6 +223,8 @@ def test_one_kernel_computes_the_attention_of_all_documents(on_fake_gpu: Call):
     # 2 microbatches of 2 layers.
     counts = on_fake_gpu(count_attention, again)
     assert (counts["_varlen_attn"], counts["_varlen_attn_backward"]) == (8, 4)
+    latent = Case(BF16 + LATENT + VARLEN, documents=True)
+    assert on_fake_gpu(count_attention, latent) == {"_varlen_attn": 8, "_varlen_attn_backward": 8}
 
 
 @pytest.mark.parametrize(
@@ -229,6 +235,9 @@ def test_one_kernel_computes_the_attention_of_all_documents(on_fake_gpu: Call):
         pytest.param("efficient flash", BF16, "efficient", marks=pytest.mark.full),
         ("flash fused", BF16 + "--position-embedding-type alibi", "cudnn"),
         ("fused efficient", "", "efficient"),
+        # Zeros make values as wide as keys only if flash is the first choice.
+        ("flash", BF16 + LATENT, "flash"),
+        pytest.param("auto", BF16 + LATENT, "efficient", marks=pytest.mark.full),
     ],
 )
 def test_attention_takes_the_first_possible_kernel(

@@ -15,8 +15,7 @@ from cuda.formulas import FFN, H, S
 from cuda.test_runs import LATE_READING, count_waits, sum_copies
 
 from megatron.extras.interop.inspection.verification import verify
-from megatron.extras.planner.dry_run.cuda_guard import find_compiler
-from megatron.extras.planner.dry_run.process import call_in_pool, open_pool
+from megatron.extras.planner.dry_run.process import call_in_pool, find_compiler, open_pool
 from megatron.extras.planner.dry_run.record import StepTrace
 
 VOCAB = 5000

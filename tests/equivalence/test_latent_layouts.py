@@ -26,7 +26,7 @@ from process_pool import ProcessPool, pretrain, succeed
 
 LATENT = (
     f"{STEADY} --multi-latent-attention --kv-lora-rank 20 --qk-head-dim 6 --qk-pos-emb-head-dim 4 "
-    "--v-head-dim 10 --position-embedding-type rotary --normalization RMSNorm "
+    "--v-head-dim 8 --position-embedding-type rotary --normalization RMSNorm "
     "--glu-activation swiglu --ffn-hidden-size 64 --init-method-std 0.1"
 )
 YARN = "--rope-scaling yarn --rope-original-length 32 --mscale 0.7 --mscale-all-dim 1"
@@ -85,6 +85,7 @@ LAYOUTS = [
         f"--sharding-strategy hsdp --hsdp-shard-size 2 {TP2} --checkpoint-activations "
         "--checkpoint-fraction 1/2",
     ),
+    Layout("EP 4, TP 2, SP, compiled", 4, f"{EP} 4 {TP2} {SP} --use-torch-compile", (EXPERTS,)),
     Layout("Muon, TP 2, SP", 4, f"{TP2} {SP}", common="--optimizer muon"),
 ]
 

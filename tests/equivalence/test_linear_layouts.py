@@ -84,7 +84,10 @@ LAYOUTS = [
     Layout("TP 2", 2, TP2),
     Layout("TP 4, SP", 4, f"--tensor-model-parallel-size 4 {SP}"),
     Layout("TP 2, uneven PP 2", 4, f"{TP2} {PP2}"),
-    Layout("PP 4", 4, "--pipeline-model-parallel-size 4"),
+    Layout(
+        *("PP 4, given sizes", 4),
+        "--pipeline-model-parallel-size 4 --pp-partition-method layers:2,1,1,1",
+    ),
     Layout("CP 2", 2, CP2),
     Layout("CP 2, a2a, ZeRO 3", 4, f"{CP2} {A2A} --zero-stage 3"),
     Layout("CP 4", 4, "--context-parallel-size 4"),

@@ -11,7 +11,7 @@ import pytest
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.cost.hardware import load_hardware
 from megatron.extras.planner.cost.memory import Verdict
-from megatron.extras.planner.dry_run.cuda_guard import find_compiler
+from megatron.extras.planner.dry_run.process import find_compiler
 from megatron.extras.planner.prediction import predict_plan
 from megatron.extras.planner.verify.reduction import reduce_plan
 from megatron.extras.planner.verify.report import describe_layout

@@ -14,7 +14,7 @@ from megatron.extras.operations.chronicle.goodput import (
     list_launches,
 )
 from megatron.extras.operations.chronicle.history import RunHistory, read_history
-from megatron.extras.planner.cost.failures import Failure, Policy, replay
+from megatron.extras.planner.cost.goodput import Failure, Policy, replay
 
 STEP_SECONDS = 0.1
 INTERVAL = 8

@@ -54,6 +54,10 @@ PARTS: dict[str, dict[str, Any]] = {
         "parallel_residual": True,
         "norm_bias": False,
     },
+    "latent": LLAMA
+    | {"num_query_groups": None, "multi_latent_attention": True, "q_lora_rank": 20}
+    | {"kv_lora_rank": 12, "qk_head_dim": 10, "qk_pos_emb_head_dim": 6, "v_head_dim": 14}
+    | {"rope_scaling": "yarn", "rope_original_length": 8, "mscale": 0.7, "mscale_all_dim": 1.0},
 }
 """Other parts of models. Layers with other attention have a graph of their own for it."""
 
@@ -187,7 +191,9 @@ def test_a_compiled_model_has_the_same_numbers(shape: str, execution: Execution)
 
 
 @pytest.mark.usefixtures("tracing")
-@pytest.mark.parametrize(("shape", "graphs"), [("apertus", 1), ("olmo", 2), ("neox", 2)])
+@pytest.mark.parametrize(
+    ("shape", "graphs"), [("apertus", 1), ("olmo", 2), ("neox", 2), ("latent", 1)]
+)
 def test_compiled_parts_have_the_same_numbers(shape: str, graphs: int) -> None:
     eager, compiled = pair(shape)
     for number in (1, 2):
@@ -283,10 +289,9 @@ def test_every_family_of_presets_is_compiled() -> None:
     # model is a Llama 2.
     without = families - {name.split("-")[0] for name in PRESETS}
     # Of a layer with experts, only the first half is compiled, and that is one of the others.
-    of_experts = {"mixtral", "olmoe"}
-    # Latent attention is refused. The long suite compiles a hybrid (`test_linear_layouts.py`).
-    others = {"deepseek", "moonlight", "olmo"}
-    assert without == {"tr1", "tr8", "pythia", "lauzhack"} | of_experts | others
+    of_experts = {"mixtral", "olmoe", "deepseek", "moonlight"}
+    # The long suite compiles a hybrid (`test_linear_layouts.py`).
+    assert without == {"tr1", "tr8", "pythia", "lauzhack", "olmo"} | of_experts
 
 
 @pytest.mark.usefixtures("tracing")

@@ -12,7 +12,7 @@ from test_plan import with_changes
 from torch import Tensor
 
 from megatron.engine.parallelize import fuse_operators, recompute_blocks
-from megatron.extras.planner.verify.reference_dropout import ReferenceMasks, compute_philox
+from megatron.extras.planner.verify.reference_layers import ReferenceMasks, compute_philox
 from megatron.model import attention_core
 from megatron.model.attention_core import Weighting, attend
 from megatron.model.dropout import Dropout, WeightDropout

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from model.builders import build, some_tokens, tiny_config
+from model.test_attention_kernels import KernelRecorder
 from torch import Tensor, nn
 
 from megatron.model import latent_attention
@@ -16,6 +17,7 @@ from megatron.model.inputs import START, Documents, Inputs
 from megatron.model.latent_attention import LatentAttention
 from megatron.model.positions import Positions, make_scaled_rotary_table
 from megatron.model.shape import ModelShape
+from megatron.parallel.layers import ReplicatedLinear
 
 LENGTH, HEADS, LATENT, PLAIN, ROTARY, VALUE = 24, 4, 12, 10, 6, 14
 EPSILON = 1e-6
@@ -89,7 +91,7 @@ def compute_formula(
         return torch.cat((pairs.real, pairs.imag), dim=3)
 
     source = x
-    if layer.query_down is not None:
+    if isinstance(layer.query_down, ReplicatedLinear):
         source = normalise(x @ layer.query_down.weight.t(), layer.query_norm)
     query = (source @ layer.query.weight.t()).unflatten(2, (HEADS, ROTARY + PLAIN))
     both = x @ layer.latent_down.weight.t()
@@ -137,6 +139,32 @@ def test_the_layer_is_the_formula(
     found, expected = ((out, *torch.autograd.grad((out * weight).sum(), inputs)) for out in results)
     for ours, theirs in zip(found, expected, strict=True):
         assert float((ours - theirs).detach().abs().max() / theirs.detach().abs().max()) < 1e-10
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("documents", [None, BOUNDS])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_padded_values_change_nothing(
+    recomputed: bool, documents: Documents | None, dtype: torch.dtype, bound: float
+) -> None:
+    """The flash kernel of CPUs computes narrow values only with zeros beside them."""
+    layer = build_layer(**YARN).to(dtype)
+    layer.recompute_core = recomputed
+    ids = torch.arange(LENGTH)[:, None].expand(-1, 2)
+    cos, sin = (table.to(dtype) for table in make_tables(ids, 1.0))
+    x = torch.randn(LENGTH, 2, 32, dtype=dtype, requires_grad=True)
+    weight = torch.linspace(-1, 1, x.numel(), dtype=dtype).view_as(x)
+    results = []
+    for kernels in ((), ("flash",), ("unfused",)):
+        layer.kernels = kernels
+        with KernelRecorder() as recorder:
+            out = layer(x, Positions(cos, sin, documents=documents), START)
+        assert set(recorder.kernels) == {"unfused" if kernels == ("unfused",) else "flash"}
+        gradients = torch.autograd.grad((out * weight).sum(), (x, *layer.parameters()))
+        results.append((out, *gradients))
+    for found in results[:2]:
+        for one, other in zip(found, results[2], strict=True):
+            assert float((one - other).detach().abs().max() / other.detach().abs().max()) < bound
 
 
 def test_the_factors_are_those_of_deepseek_v3() -> None:
@@ -195,8 +223,9 @@ def find_differences(name: str, documents: Documents | None) -> set[str]:
             layer.query.weight, HEADS, PLAIN
         ),
     }
-    if layer.query_down is not None and layer.query_norm is not None:
-        query_down, query_norm = layer.query_down, layer.query_norm
+    query_down: Any = layer.query_down
+    query_norm: Any = layer.query_norm
+    if isinstance(query_down, ReplicatedLinear):
         rows |= {"q_a_proj": lambda: query_down.weight, "q_a_layernorm": lambda: query_norm.weight}
     modules: dict[str, nn.Module] = dict(theirs.named_children())
     assert {each for each, child in modules.items() if child is not None} == rows.keys()

@@ -78,6 +78,20 @@ def _share(query: Tensor, key: Tensor) -> int:
 def test_results_and_gradients_equal_masked_attention(
     name: str, groups: int, window: int | None
 ) -> None:
+    check_packed(name, groups, window, 8)
+
+
+def test_narrow_values_are_padded() -> None:
+    kernel = packed_attention.attend_one_by_one
+    with mock.patch.object(
+        packed_attention, "attend_one_by_one", autospec=True, side_effect=kernel
+    ) as attend:
+        check_packed("short sequences", 2, 3, 5)
+    query, key, value = attend.call_args.args[:3]
+    assert value.shape[2] == key.shape[2] == query.shape[2] == 8
+
+
+def check_packed(name: str, groups: int, window: int | None, value_dim: int) -> None:
     documents = IRREGULAR[name]
     samples, length = len(documents), documents[0][-1]
     results = []
@@ -85,8 +99,8 @@ def test_results_and_gradients_equal_masked_attention(
         generator = torch.Generator().manual_seed(3)
         # The memory order is [s, b, heads, d], as the projection makes it.
         leaves = [
-            torch.randn(length, samples, heads, 8, generator=generator, **EXACT)
-            for heads in (4, groups, groups)
+            torch.randn(length, samples, heads, width, generator=generator, **EXACT)
+            for heads, width in ((4, 8), (groups, 8), (groups, value_dim))
         ]
         inputs = [leaf.permute(1, 2, 0, 3) for leaf in leaves]
         given: Any = documents if attend is attend_masked else pack_documents(documents, CPU)

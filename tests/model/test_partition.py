@@ -122,6 +122,12 @@ def test_the_published_partition_of_bloom():
     assert stages[-1].layers == range(65, 70)
 
 
+def test_given_sizes_are_those_of_the_stages():
+    stages = partition(shape(9), parallel(4, "layers:1,4,2,2"))
+    assert counts(stages) == (1, 4, 2, 2)
+    assert_every_layer_is_on_one_stage(stages, 9)
+
+
 def test_a_heavy_embedding_leaves_a_layer_for_each_stage():
     heavy = shape(6, vocab_size=10**6)
     assert counts(partition(heavy, parallel(4, "parameters"))) == (1, 2, 2, 1)
@@ -134,6 +140,10 @@ def test_a_heavy_embedding_leaves_a_layer_for_each_stage():
         (3, parallel(4), "--pipeline-model-parallel-size 4 must not exceed --num-layers 3"),
         (6, parallel(2, "by-hand"), "by-hand is unknown"),
         (6, parallel(2, "type:("), "as in type:transformer|embedding"),
+        (6, parallel(2, "layers:3,2"), "for each of 2 stages, which add up to --num-layers 6"),
+        (6, parallel(2, "layers:3,3,0"), "as in layers:3,2,2"),
+        (6, parallel(2, "layers:3,x,3"), "as in layers:3,2,2"),
+        (6, parallel(3, "layers:3,0,3"), "a number above 0"),
         (12, parallel(2, per_virtual=4), "= 8 must divide --num-layers 12; use 1, 2, 3, 6"),
         (7, parallel(2, per_virtual=1), "2 does not divide 7; remove this flag"),
         (4, parallel(1, per_virtual=2), "use --pipeline-model-parallel-size 2 or more"),

@@ -282,7 +282,7 @@ def test_training_goes_on_with_fewer_nodes(slurm: Path) -> None:
     assert job.run() == TaskOutcome.COMPLETE
     first, second, third = job.steps()
     assert "--nodelist" not in first
-    assert "--nodes=3 --ntasks=3 --nodelist=n1,n3,n4" in second
+    assert "--nodes=3 --ntasks=3 --nodelist=n1,n3,n4 --overlap" in second
     assert second == third
     flags = second.partition(shlex.join(TRAIN))[2].split()
     assert flags[flags.index("--micro-batch-size") + 1] == "2"

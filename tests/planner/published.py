@@ -16,11 +16,12 @@ from planner.other_trainers import OTHERS, SOFTWARE, OtherRounding, PaperMemory
 from megatron.config.model import ModelConfig
 from megatron.config.presets import read_preset
 from megatron.console.preset_table import build_preset_shape
+from megatron.extras.planner.cost import memory
 from megatron.extras.planner.cost.hardware import Hardware, load_hardware
-from megatron.extras.planner.cost.layout import Float8, RankLayout, Recompute
-from megatron.extras.planner.cost.memory import BALANCED_ENDS
+from megatron.extras.planner.cost.layout import Float8, RankLayout, Recompute, Software, StepJob
+from megatron.extras.planner.cost.memory import BALANCED_ENDS, RankMemory
 from megatron.extras.planner.cost.search import SearchSpace, search_layouts
-from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
+from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.model import flops
 from megatron.model.shape import ModelShape
 
@@ -100,6 +101,14 @@ def make_llama(
 def read_rows(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads(path.read_text())
     return rows
+
+
+def estimate_memory(
+    shape: ModelShape, layout: RankLayout, software: Software, batch: int
+) -> tuple[RankMemory, ...]:
+    """Return the memory of each pipeline rank, which does not depend on the device."""
+    job = StepJob(shape, layout, batch, software, load_hardware("a100-80g"))
+    return memory.estimate_memory(job)
 
 
 def predict(
@@ -510,6 +519,24 @@ AUTOMODEL = (
 """NVIDIA-NeMo/Automodel docs/performance-summary.md of 2025-10-02: bf16, 4,096 tokens, balanced by
 force. The ranks of the experts and recomputation are those of its examples/benchmark/configs."""
 
+DEEPSEEK = (
+    # Software, tokens/s of a GPU.
+    ("fsdp-compiled", 651),
+    ("fsdp-deepep", 859),
+)
+"""nebius/ml-cookbook pytorch-dsv3-mxfp8: torchtitan in bf16 on 256 B200, balanced by force. The
+layout is that of its `train_671b.sh`, and the local batch of 64 is 64 microbatches. torchtitan has
+two stages of unequal length on each rank, and the model has one."""
+DEEPSEEK_OWN = (
+    "DeepSeek 2024-12",
+    "DeepSeek-V3, 2048 GPUs, 4,096 tokens",
+    "PP 16 EP 64 ZeRO 1",
+    f"{1e12 / (180_000 * 3600):.4g} tokens/s",
+    "-",
+    "not comparable: float8, DualPipe, H800",
+)
+"""180,000 hours for 10^12 tokens (https://arxiv.org/abs/2412.19437, section 1)."""
+
 
 def compare_expert_rows(rows: Sequence[dict[str, Any]]) -> list[Compared]:
     """Compare the runs with experts in bf16. No constant is fitted on them."""
@@ -517,14 +544,24 @@ def compare_expert_rows(rows: Sequence[dict[str, Any]]) -> list[Compared]:
         "Qwen3 30B-A3B": build_preset_shape(read_preset("qwen3-30b-a3b")),
         "gpt-oss 20B": make_gpt_oss(24, 32),
         "gpt-oss 120B": make_gpt_oss(36, 128),
+        "DeepSeek-V3": build_preset_shape(read_preset("deepseek-v3")),
     }
+    v3 = shapes["DeepSeek-V3"]
+    shapes["DeepSeek-V3"] = replace(v3, config=replace(v3.config, seq_length=8192))
     found = []
 
     def compare(
-        table: str, model: str, layout: RankLayout, batch: int, software: str, published: float
+        table: str,
+        model: str,
+        layout: RankLayout,
+        batch: int,
+        software: str,
+        published: float,
+        hardware: str = "h100",
     ) -> None:
-        step = predict(shapes[model], layout, batch, software, load_hardware("h100"))
-        row = f"{model}, {layout.ranks} GPUs, 4,096 tokens"
+        shape = shapes[model]
+        step = predict(shape, layout, batch, software, load_hardware(hardware))
+        row = f"{model}, {layout.ranks} GPUs, {shape.config.seq_length:,} tokens"
         found.append(
             Compared(table, row, "tokens/s", published, step.tokens_per_second, layout.describe())
         )
@@ -548,6 +585,12 @@ def compare_expert_rows(rows: Sequence[dict[str, Any]]) -> list[Compared]:
                 "megatron-bridge",
                 each["tokens_per_second_per_gpu"],
             )
+    layout = RankLayout(
+        tensor=2, pipeline=2, data=64, sequence_parallel=True, expert=32, recompute="full"
+    )
+    for software, speed in DEEPSEEK:
+        table = f"torchtitan 2026-03, {software.removeprefix('fsdp-')}"
+        compare(table, "DeepSeek-V3", layout, 64 * layout.data, software, speed, "b200")
     return found
 
 

@@ -6,7 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from planner.published import Compared, compare_expert_rows, list_cells, read_rows
+from planner.published import (
+    DEEPSEEK_OWN,
+    Compared,
+    compare_expert_rows,
+    list_cells,
+    read_rows,
+)
 from planner.test_published import check_table
 from shared_data import shared_dir
 
@@ -176,8 +182,8 @@ def published() -> list[Compared]:
 
 
 def test_the_page_has_the_runs_with_experts(published: list[Compared]) -> None:
-    assert len(published) == 3
-    check_table("experts", list_cells(published))
+    assert len(published) == 5
+    check_table("experts", [*list_cells(published), DEEPSEEK_OWN])
 
 
 def test_errors_of_runs_with_experts(published: list[Compared]) -> None:
@@ -186,3 +192,6 @@ def test_errors_of_runs_with_experts(published: list[Compared]) -> None:
     assert -0.25 < errors["AutoModel 2025-10, Qwen3 30B-A3B, 8 GPUs, 4,096 tokens"] < 0
     assert -0.15 < errors["AutoModel 2025-10, gpt-oss 20B, 8 GPUs, 4,096 tokens"] < 0
     assert 0 < errors["Megatron-Bridge 26.04.01, gpt-oss 120B, 64 GPUs, 4,096 tokens"] < 0.15
+    v3 = "DeepSeek-V3, 256 GPUs, 8,192 tokens"
+    assert 0 < errors[f"torchtitan 2026-03, compiled, {v3}"] < 0.23
+    assert abs(errors[f"torchtitan 2026-03, deepep, {v3}"]) < 0.02

@@ -9,20 +9,18 @@ from pathlib import Path
 import pytest
 
 from megatron.base.errors import ConfigError
-from megatron.extras.planner.cost.failures import (
+from megatron.extras.planner.cost.goodput import (
     Failure,
     Policy,
+    Reliability,
     Replayed,
+    choose_save_interval,
     count_daily_failures,
     draw_failures,
+    estimate_goodput,
     find_best_interval,
     load_failures,
     replay,
-)
-from megatron.extras.planner.cost.goodput import (
-    Reliability,
-    choose_save_interval,
-    estimate_goodput,
 )
 
 TRACE = Path(__file__).resolve().parents[1] / "fixtures" / "infinitehbd_trace.json"

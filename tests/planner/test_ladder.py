@@ -14,7 +14,6 @@ from tiny_corpus import JSONL
 from megatron.base.errors import ConfigError, DataError
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.commands import ladder
-from megatron.extras.planner.ladder.design import design
 from megatron.extras.planner.ladder.law import (
     Law,
     Runs,
@@ -23,7 +22,7 @@ from megatron.extras.planner.ladder.law import (
     fit,
     measure_noise,
 )
-from megatron.extras.planner.ladder.prediction import fit_rows, predict
+from megatron.extras.planner.ladder.prediction import design, fit_rows, predict
 from megatron.extras.planner.ladder.runs import (
     LadderRow,
     choose_best,

@@ -28,10 +28,9 @@ from megatron.data.indexed import IndexedDataset
 from megatron.data.registry import DatasetRegistry
 from megatron.data.tokenizer_record import check_tokenizers_of_data, read_record
 from megatron.extras.preparation.commands import inspect_dataset, merge_datasets, preprocess
-from megatron.extras.preparation.corpus import sources
+from megatron.extras.preparation.corpus import shards
 from megatron.extras.preparation.corpus.joined import JoinedDataset
-from megatron.extras.preparation.corpus.shards import CorpusJob, ShardMaker
-from megatron.extras.preparation.corpus.sources import list_inputs
+from megatron.extras.preparation.corpus.shards import CorpusJob, ShardMaker, list_inputs
 
 FLAGS = ("--vocab-file", VOCAB, "--merge-file", MERGES, "--append-eod", "--engine", "local")
 
@@ -434,8 +433,8 @@ def test_file_that_changes_while_it_is_read_fails(
         return wrapped
 
     monkeypatch.setattr(ShardMaker, "_encode_file", then_change(ShardMaker._encode_file))
-    monkeypatch.setattr(sources.shutil, "copyfileobj", then_change(shutil.copyfileobj))
-    (source,) = sources.list_inputs([f"{kind}{path}"], print)
+    monkeypatch.setattr(shards.shutil, "copyfileobj", then_change(shutil.copyfileobj))
+    (source,) = shards.list_inputs([f"{kind}{path}"], print)
     (tmp_path / "corpus").mkdir()
     job = CorpusJob(str(tmp_path / "corpus"), "text", True, "stop", GPT2)
     ShardMaker(job, print).make(source)

@@ -28,9 +28,9 @@ from megatron.extras.preparation.preprocess.encoders import (
     EncoderUnavailableError,
     choose_encoder,
     make_encoder,
+    sample_texts,
 )
 from megatron.extras.preparation.preprocess.inputs import read_blocks
-from megatron.extras.preparation.preprocess.sampling import sample_texts
 from megatron.tokenizer.build import HFTokenizer, Tokenizer, build_tokenizer
 
 TINY = build_tokenizer(GPT2)

@@ -15,10 +15,10 @@ from tiny_corpus import EOD, GPT2, JSONL, REFERENCE_PREFIX, data_files
 from megatron.base.errors import ConfigError, DataError
 from megatron.config.data import TokenizerConfig
 from megatron.extras.preparation.commands.train_tokenizer import train_bpe
-from megatron.extras.preparation.preprocess import sampling
+from megatron.extras.preparation.preprocess import encoders
+from megatron.extras.preparation.preprocess.encoders import sample_texts
 from megatron.extras.preparation.preprocess.input_files import expand_inputs
 from megatron.extras.preparation.preprocess.inputs import Position, read_blocks
-from megatron.extras.preparation.preprocess.sampling import sample_texts
 from megatron.extras.preparation.preprocess.texts import extract_texts
 from megatron.tokenizer.build import build_tokenizer
 
@@ -372,6 +372,6 @@ def test_the_first_block_of_a_compressed_file_is_read_once(
         calls.append(args)
         return read_blocks(*args, **options)
 
-    monkeypatch.setattr(sampling, "read_blocks", count)
+    monkeypatch.setattr(encoders, "read_blocks", count)
     assert len(sample_texts([str(path)], ["text"])) == 64
     assert len(calls) == 1

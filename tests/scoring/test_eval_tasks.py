@@ -395,7 +395,7 @@ def test_the_harness_leaves_the_random_numbers_of_training(
     tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    from megatron.extras.inference.scoring.fixed_tasks import FixedTasks
+    from megatron.extras.inference.scoring.harness import FixedTasks
 
     tokenizer = build_tokenizer(TokenizerConfig(vocab_file=str(VOCAB), merge_file=str(MERGES)))
     random.seed(5)
@@ -417,7 +417,7 @@ def test_a_perplexity_that_is_too_large_is_infinite(
     tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    from megatron.extras.inference.scoring.fixed_tasks import FixedTasks
+    from megatron.extras.inference.scoring.harness import FixedTasks
 
     tokenizer = build_tokenizer(TokenizerConfig(vocab_file=str(VOCAB), merge_file=str(MERGES)))
     built = FixedTasks(find(["read_locally"], tasks), ["read_locally"], tokenizer, 32)
@@ -431,7 +431,7 @@ def test_a_continuation_that_does_not_fit_is_refused(
     tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    from megatron.extras.inference.scoring.fixed_tasks import FixedTasks
+    from megatron.extras.inference.scoring.harness import FixedTasks
 
     tokenizer = build_tokenizer(TokenizerConfig(vocab_file=str(VOCAB), merge_file=str(MERGES)))
     with pytest.raises(ConfigError, match=r"--eval-tasks choose_locally: .* does not fit"):

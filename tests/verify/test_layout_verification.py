@@ -18,7 +18,7 @@ from verify.verifier import Verifier
 from megatron.base import exit_codes
 from megatron.base.errors import ConfigError
 from megatron.commands.verify import VerifyArguments, main, resolve_command
-from megatron.extras.planner.verify import launching
+from megatron.extras.planner.verify import verification
 from megatron.extras.planner.verify.comparison import compare_records, count_flips
 from megatron.extras.planner.verify.recording import RankRecord, RecordedStep, RoundedOperand
 from megatron.extras.planner.verify.reduction import (
@@ -178,6 +178,19 @@ def test_a_copy_names_the_ranks_that_it_has_no_room_for(
     assert reduction.plan.grid.data == data
     assert list(reduction.lost) == lost
     assert ("more than two data-parallel ranks" in reduction.kept) == (data > 2)
+
+
+@pytest.mark.parametrize(("sizes", "copied"), [("1,1,1,1", "1,1,1"), ("1,2,1,2", "2,1,1")])
+def test_a_copy_has_given_sizes_of_stages(sizes: str, copied: str, tmp_path: Path) -> None:
+    layers = 4 if sizes == "1,1,1,1" else 6
+    flags = (
+        f"{MODEL} {ITERATIONS} --num-layers {layers} --pipeline-model-parallel-size 4 "
+        f"--pp-partition-method layers:{sizes}"
+    )
+    arguments = VerifyArguments(world_size=4)
+    reduction = reduce_plan(resolve_command(arguments, flags.split())[0], tmp_path)
+    assert reduction.plan.config.parallel.pp_partition_method == f"layers:{copied}"
+    assert not reduction.lost
 
 
 TOO_FEW = "more than two ranks that divide the experts"
@@ -420,10 +433,10 @@ def test_too_little_time_is_no_verdict(verifier: Verifier) -> None:
 
 
 def test_the_time_limit_follows_the_cores_and_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching.os, "sched_getaffinity", lambda pid: range(4))
-    monkeypatch.setattr(launching.os, "getloadavg", lambda: (1.0, 9.0, 9.0))
-    assert launching.choose_limit(2) == launching.LIMIT_SECONDS
-    assert launching.choose_limit(8) == launching.LIMIT_SECONDS * 9 / 4
+    monkeypatch.setattr(verification.os, "sched_getaffinity", lambda pid: range(4))
+    monkeypatch.setattr(verification.os, "getloadavg", lambda: (1.0, 9.0, 9.0))
+    assert verification.choose_limit(2) == verification.LIMIT_SECONDS
+    assert verification.choose_limit(8) == verification.LIMIT_SECONDS * 9 / 4
 
 
 @pytest.mark.parametrize(("processes", "pipeline"), [(8, 2), (12, 3)])

@@ -13,7 +13,7 @@ from megatron.base.errors import ConfigError
 from megatron.commands.verify import VerifyArguments, main, resolve_command
 from megatron.config.model import TimeStep
 from megatron.config.table import Absent
-from megatron.extras.planner.verify.reference_delta_net import use_recurrence
+from megatron.extras.planner.verify.reference_layers import use_recurrence
 from megatron.extras.planner.verify.reference_optimizer import FORMULAS
 from megatron.extras.planner.verify.reference_parameters import compute_initial_weight, find_row
 from megatron.model.gpt import GPT

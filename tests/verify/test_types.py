@@ -14,7 +14,7 @@ from verify.type_mutations import EXPERTS, STAGES, TYPE_MUTATIONS
 from verify.typed_runs import check_here, check_small
 
 from megatron.commands import verify
-from megatron.extras.planner.dry_run.cuda_guard import find_compiler
+from megatron.extras.planner.dry_run.process import find_compiler
 from megatron.extras.planner.types.check import choose_ranks, reduce_depth
 
 pytest.importorskip("spmd_types")

@@ -20,11 +20,12 @@ from megatron.extras.planner.cost.layout import (
     RankLayout,
     Recompute,
     Software,
+    StepJob,
 )
 from megatron.extras.planner.cost.memory import BALANCED_ENDS, count_virtual_layers
 from megatron.extras.planner.cost.parameters import reduces_each_microbatch
 from megatron.extras.planner.cost.search import SearchSpace
-from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
+from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.step.float8.recipe import ROWWISE, list_float8_layers
 from megatron.plan.kernel_choice import CPU, KernelDevice, choose_kernels, runs_eager_passes
 from megatron.plan.run_plan import Plan
@@ -263,8 +264,11 @@ def build_layout_rules(plan: Plan) -> Callable[[RankLayout], bool]:
 
     tensor_divides = plan.config.model.moe_shared_expert_intermediate_size or 0
 
+    # See `check_linear_heads`.
+    key_heads = plan.config.model.linear_num_key_heads if plan.shape.linear_layers else 0
+
     def accepts(layout: RankLayout) -> bool:
-        if tensor_divides % layout.tensor:
+        if tensor_divides % layout.tensor or key_heads % (layout.tensor * layout.context):
             return False
         if any(size % (layout.data * layout.micro_batch) for size in sizes):
             return False

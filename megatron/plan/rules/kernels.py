@@ -133,12 +133,13 @@ def check_varlen_attention(settings: ConfigWithOrigin) -> Iterator[Finding]:
     # `check_ranges` reports this value. Below it would be a division by zero.
     if model.num_attention_heads < 1:
         return
-    width = ModelShape(model, 0, 0).head_dim
-    if width % _VARLEN_HEAD_MULTIPLE or width > _VARLEN_LARGEST_HEAD:
+    shape = ModelShape(model, 0, 0)
+    width = shape.head_dim
+    if width % _VARLEN_HEAD_MULTIPLE or not shape.value_dim <= width <= _VARLEN_LARGEST_HEAD:
         yield error(
             f"{flag}: the width of a head is {width}, but its kernel needs a multiple of "
-            f"{_VARLEN_HEAD_MULTIPLE} that is at most {_VARLEN_LARGEST_HEAD}. Set it with "
-            f"--kv-channels, or leave out {flag}."
+            f"{_VARLEN_HEAD_MULTIPLE} that is at most {_VARLEN_LARGEST_HEAD}, and values that are "
+            f"not wider. Set it with --kv-channels or --qk-head-dim, or leave out {flag}."
         )
 
 

@@ -1,5 +1,6 @@
 """Rules about the layout of the ranks, and about what each of them recomputes."""
 
+import re
 from collections.abc import Iterator
 from fractions import Fraction
 
@@ -8,6 +9,7 @@ from megatron.config.fields import ConfigWithOrigin
 from megatron.config.optimizer import OPTIMIZERS
 from megatron.config.parallel import STRATEGY_STAGES
 from megatron.config.recompute import OPERATORS
+from megatron.model.partition import GIVEN_SIZES
 from megatron.model.shape import ModelShape
 from megatron.plan.rules.finding import Finding, PlanContext, error, warning
 from megatron.schedule.pipeline_schedule import PipelineSchedule, choose_schedule
@@ -44,11 +46,12 @@ def check_sharding_strategy(settings: ConfigWithOrigin) -> Iterator[Finding]:
 
 
 def check_one_partition_method(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Check that --pp-partition-method parameters is not given with virtual stages."""
+    """Check that virtual stages are given without a method that divides the layers otherwise."""
     method = "parallel.pp_partition_method"
     virtual = "parallel.num_layers_per_virtual_pipeline_stage"
     # Virtual stages have equal numbers of layers. The other methods only say what is a layer.
-    if settings[virtual] is not None and (settings[method] or "").lower() == "parameters":
+    divides = (settings[method] or "").lower().startswith(("parameters", GIVEN_SIZES))
+    if settings[virtual] is not None and divides:
         yield error(
             f"{settings.describe(method, virtual)} both divide the layers into stages; give one "
             "of them."
@@ -229,8 +232,9 @@ def warn_about_pipeline(context: PlanContext) -> Iterator[Finding]:
     if ranks == 1 or len(stages) == 1:
         return
     layers = [len(stage.layers) for stage in stages]
-    # With "embedding" in the method, stages are uneven on purpose.
-    if len(set(layers)) > 1 and "embedding" not in (parallel.pp_partition_method or ""):
+    # With these methods, stages are uneven on purpose.
+    on_purpose = re.search(f"embedding|{GIVEN_SIZES}", parallel.pp_partition_method or "")
+    if len(set(layers)) > 1 and not on_purpose:
         yield warning(
             f"{context.describe('model.num_layers')} "
             f"over {context.describe('parallel.pipeline_model_parallel_size')} stages is uneven "
@@ -254,10 +258,9 @@ def warn_about_pipeline(context: PlanContext) -> Iterator[Finding]:
     # ZeRO stage 1 communicates once a step. Higher stages do so for every microbatch, and there are
     # many in a pipeline.
     if data_parallel_size > 1 and sizes and parallel.zero_stage >= 2:
+        what = "reduces the gradients"
         if parallel.zero_stage == 3:
             what = "gathers the parameters again"
-        else:
-            what = "reduces the gradients"
         yield warning(
             f"{context.describe('parallel.zero_stage')} "
             f"with {context.describe('parallel.pipeline_model_parallel_size')} {what} for every "
@@ -279,14 +282,12 @@ def _warn_about_schedules(
     idle = [(size, schedule) for size, schedule in by_size if schedule.bubble > _IDLE_WORTH_WARNING]
     if idle:
         (first, schedule), (final, last) = idle[0], by_size[-1]
+        later = ""
         if final != first:
             later = f", and for {100 * last.bubble:.0f} % at batch size {final}"
-        else:
-            later = ""
+        advice = ""
         if last.bubble > _IDLE_WORTH_WARNING:
             advice = "; larger batches, smaller micro-batches or fewer stages shorten that"
-        else:
-            advice = ""
         yield warning(f"{schedule.describe(first)}{later}{advice}.")
     # Looped BFS is chosen where interleaved 1F1B is impossible. Its memory may exceed the device's.
     broken = [(size, schedule) for size, schedule in by_size if schedule.name == "looped BFS"]

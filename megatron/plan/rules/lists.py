@@ -15,14 +15,13 @@ from megatron.config.fields import ConfigWithOrigin, all_fields
 from megatron.config.optimizer import OPTIMIZERS
 from megatron.model.layer_parts import ACTIVATIONS, NORMS
 from megatron.plan.rules import (
+    attention,
     batch,
     curriculum,
     data,
     experts,
     kernels,
-    latent_attention,
     layout,
-    linear_attention,
     model,
     numbers,
     outputs,
@@ -98,17 +97,17 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     if_given(model.check_rope_scaling, "model.rope_scaling"),
     if_given(model.check_layer_choices, *model.LAYER_CHOICES),
     OneOf(("model.activation", "model.glu_activation"), ": the first is for an MLP without a gate"),
-    if_given(model.check_query_key_norm, "model.qk_norm"),
-    if_given(model.check_softmax, "model.softmax_type"),
-    if_given(model.check_output_gate, "model.attention_output_gate"),
+    if_given(attention.check_query_key_norm, "model.qk_norm"),
+    if_given(attention.check_softmax, "model.softmax_type"),
+    if_given(attention.check_output_gate, attention.GATE),
     if_given(model.check_parametrization, "model.parametrization"),
-    if_given(latent_attention.check_latent_attention, latent_attention.LATENT),
-    if_given(linear_attention.check_linear_attention, linear_attention.VARIANT),
-    needs(linear_attention.FREQUENCY, ", as in Qwen3-Next with 4", linear_attention.VARIANT),
+    if_given(attention.check_latent_attention, attention.LATENT),
+    if_given(attention.check_linear_attention, attention.VARIANT),
+    needs(attention.FREQUENCY, ", as in Qwen3-Next with 4", attention.VARIANT),
     Forbids(
-        lambda config: config.model.experimental_attention_variant is not None,
+        lambda config: "gated_delta_net" in config.model.attention_kinds,
         error,
-        f"was not compared with {{{linear_attention.VARIANT}}}; leave one of them out",
+        f"was not compared with {{{attention.VARIANT}}}; leave one of them out",
         ("precision.fp8_format", "model.parametrization"),
     ),
     if_given(experts.check_experts, experts.NUMBER),
@@ -160,7 +159,9 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     ),
     OneOf(("checkpoint.require_load", "checkpoint.allow_fresh_start")),
     if_given(training.check_spike_guard_can_roll_back, "guard.spike_guard"),
-    training.check_spike_guard_sizes,
+    if_given(
+        training.check_spike_guard_sizes, "guard.spike_guard_min_steps", "guard.spike_guard_window"
+    ),
     if_given(numbers.check_bf16_moments, "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype"),
     OneOf(_DEEPSPEED_OPTIMIZERS),
     # The native engine (FSDP2) supports neither of them.
@@ -195,11 +196,9 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         ("checkpoint.rehearsal",),
     ),
     no_effect_without(experts.NUMBER, "", *experts.FIELDS),
-    no_effect_without(
-        latent_attention.LATENT, "", *latent_attention.WIDTHS, *latent_attention.SCALES
-    ),
-    no_effect_unless(_SCALING, ("yarn",), *latent_attention.SCALES),
-    no_effect_without(linear_attention.VARIANT, "", *_list_fields("model.linear_")),
+    no_effect_without(attention.LATENT, "", *attention.WIDTHS, *attention.SCALES),
+    no_effect_unless(_SCALING, ("yarn",), *attention.SCALES),
+    no_effect_without(attention.VARIANT, "", *_list_fields("model.linear_")),
     if_given(experts.warn_about_balance, experts.NUMBER),
     if_given(
         training.warn_ramp_by_iterations,
@@ -380,7 +379,7 @@ PLAN_RULES: tuple[Rule[PlanContext], ...] = (
         "recompute.partition_activations",
     ),
     if_given(layout.check_context_parallel, "parallel.context_parallel_size"),
-    if_given(linear_attention.check_linear_heads, linear_attention.VARIANT),
+    if_given(attention.check_linear_heads, attention.VARIANT),
     if_given(layout.check_muon, "optimizer.optimizer"),
     if_given(kernels.warn_about_cuda_graph, "kernels.cuda_graph"),
     if_given(experts.check_expert_parallel, experts.SIZE),

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from megatron.config.fields import ConfigWithOrigin
 from megatron.config.layer_choice import choose_layers, find_linear_layers
 from megatron.config.model import DROPOUT_STEPS
-from megatron.model.layer_parts import NORMS, SOFTMAXES, get_activation
+from megatron.model.layer_parts import get_activation
 from megatron.model.shape import ModelShape
 from megatron.plan.rules.finding import Finding, PlanContext, error, warning
 
@@ -41,7 +41,7 @@ def check_heads_divide_hidden_size(settings: ConfigWithOrigin) -> Iterator[Findi
     # `check_ranges` reports this value. Here it would be a division by zero.
     if model.num_attention_heads < 1:
         return
-    derived = model.kv_channels is None and not model.multi_latent_attention
+    derived = model.kv_channels is None and "latent" not in model.attention_kinds
     if derived and model.hidden_size % model.num_attention_heads:
         yield error(
             f"{settings.describe('model.num_attention_heads')} must divide "
@@ -70,7 +70,7 @@ def check_rotary_dim_is_even(settings: ConfigWithOrigin) -> Iterator[Finding]:
         # Values outside their range are reported by `check_ranges`. The arithmetic below needs
         # valid ones.
         model.position_embedding_type != "rotary"
-        or model.multi_latent_attention
+        or "latent" in model.attention_kinds
         or model.num_attention_heads < 1
         or not 0 < model.rotary_percent <= 1
     ):
@@ -161,50 +161,6 @@ def check_parametrization(settings: ConfigWithOrigin) -> Iterator[Finding]:
         )
 
 
-_SOFTMAX_KERNELS = {"auto", "by-gpu", "flash", "unfused"}
-"""Values of --attention-backend that have a way to compute another softmax than "vanilla"."""
-
-
-def check_softmax(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Check that the kernels and the parametrization can have this softmax of attention."""
-    if SOFTMAXES.require(settings.config.model.softmax_type).weigh is None:
-        return
-    asked = settings.describe("model.softmax_type")
-    if not _SOFTMAX_KERNELS & {*settings.config.kernels.attention_backend}:
-        yield error(
-            f"{asked} is computed by the kernels flash and unfused, and "
-            f"{settings.describe('kernels.attention_backend')} has none of them; add one, or give "
-            "auto."
-        )
-    if settings.is_changed("model.parametrization"):
-        yield error(
-            f"{asked} has no rule in {settings.describe('model.parametrization')}: logits shrink "
-            "with the width of a head, and nothing says whether its own numbers do. Leave one out."
-        )
-
-
-def check_output_gate(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Check that what computes the model was compared with a gate of attention."""
-    # Float8 rounds the layers of a block by a list, which has no gate.
-    for dotted in ("precision.fp8_format", "parallel.deepspeed"):
-        if settings.config.model.attention_output_gate and settings.is_changed(dotted):
-            yield error(
-                f"{settings.describe('model.attention_output_gate')} was not compared with "
-                f"{settings.describe(dotted)}; leave one of them out."
-            )
-
-
-def check_query_key_norm(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Check that --qk-norm full is used with a norm that has a form over all heads."""
-    model = settings.config.model
-    if model.qk_norm == "full" and not NORMS.require(model.normalization).spans_heads:
-        able = " or ".join(name for name, row in NORMS.list_rows() if row.spans_heads)
-        yield error(
-            f"{settings.describe('model.qk_norm')} needs --normalization {able}, not "
-            f"{model.normalization}; use it, or --qk-norm head."
-        )
-
-
 def check_positions_cover_sequence(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Check that the table of learned positions has a row for each token of a sample."""
     model = settings.config.model
@@ -221,7 +177,7 @@ def warn_about_shape(context: PlanContext) -> Iterator[Finding]:
     model = context.config.model
     h = model.hidden_size
     layers = model.num_layers
-    head = context.plan.head_dim
+    head = context.plan.shape.head_dim
     width = context.describe("model.hidden_size")
     if head % _HEAD_DIM_MULTIPLE:
         yield warning(

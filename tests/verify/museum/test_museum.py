@@ -29,8 +29,7 @@ from verify.typed_runs import check_planted
 from megatron.commands import verify
 from megatron.commands.verify import VerifyArguments, resolve_command
 from megatron.extras.interop.commands import convert_checkpoint
-from megatron.extras.planner.dry_run.cuda_guard import find_compiler
-from megatron.extras.planner.dry_run.process import call_in_pool, open_pool
+from megatron.extras.planner.dry_run.process import call_in_pool, find_compiler, open_pool
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "known_errors.md"
 PLANTED = {mutation.name: mutation for mutation in MUTATIONS}

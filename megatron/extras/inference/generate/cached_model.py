@@ -11,7 +11,6 @@ b: sequences, n: heads, c: slots of the key-value cache, t: tensor-parallel size
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -58,19 +57,14 @@ class TokenPositions:
         distance = torch.arange(slots, device=device) - (slots - 1)
         self._rotary: tuple[Tensor, Tensor] | None = None
         self._alibi: Tensor | None = None
-        match config.position_embedding_type:
-            case "absolute":
-                # The embedding has the table.
-                pass
-            case "rotary":
-                self._rotary = make_scaled_rotary_table(slots, shape, device)
-            case "alibi":
-                local = config.num_attention_heads // tp.size
-                slopes = compute_alibi_slopes(config.num_attention_heads)
-                own = torch.tensor(slopes[tp.rank * local : (tp.rank + 1) * local], device=device)
-                self._alibi = (own.view(1, -1, 1, 1) * distance).to(dtype)
-            case _:
-                assert_never(config.position_embedding_type)
+        # The embedding has the table of learned positions.
+        if shape.rotary_dim:
+            self._rotary = make_scaled_rotary_table(slots, shape, device)
+        if shape.has_alibi:
+            local = config.num_attention_heads // tp.size
+            slopes = compute_alibi_slopes(config.num_attention_heads)
+            own = torch.tensor(slopes[tp.rank * local : (tp.rank + 1) * local], device=device)
+            self._alibi = (own.view(1, -1, 1, 1) * distance).to(dtype)
         self._window: Tensor | None = None
         if config.sliding_window is not None:
             window = torch.zeros(slots, dtype=dtype, device=device)

@@ -24,7 +24,7 @@ from megatron.console.checkpoint_path import locate_checkpoint
 from megatron.extras.inference.generate.staged_model import StagedModel
 from megatron.model.experts.routing import list_balance, list_routers
 from megatron.model.gpt import GPT
-from megatron.model.partition import Stage, partition
+from megatron.model.partition import GIVEN_SIZES, Stage, partition
 from megatron.model.shape import ModelShape
 from megatron.parallel.grid import Grid
 from megatron.parallel.launcher import read_launcher_world
@@ -161,8 +161,7 @@ def join_ranks(
     ranks = Ranks(rank, grid.world_size, control, names)
     with build_roll_call(ranks, timeout_minutes) as roll_call:
         mesh = build_mesh(grid, chosen, timeout_minutes=timeout_minutes, control=control)
-        if roll_call is not None:
-            roll_call.use_names(mesh.names)
+        roll_call.use_names(mesh.names)
         yield mesh
     dist.destroy_process_group()
 
@@ -201,6 +200,9 @@ def load_part(checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype) -> StagedM
         num_layers_per_virtual_pipeline_stage=None,
         sequence_parallel=False,
     )
+    if (parallel.pp_partition_method or "").startswith(GIVEN_SIZES):
+        # They are the sizes of the stages that trained.
+        parallel = replace(parallel, pp_partition_method=None)
     _check_parts(config, parallel)
     stages = partition(read_shape(checkpoint, mesh.grid.tensor), parallel)
     stage = stages[mesh.coordinate.pipeline]

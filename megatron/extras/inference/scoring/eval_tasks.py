@@ -27,7 +27,7 @@ from megatron.run.parts import Tasks
 from megatron.tokenizer.build import build_tokenizer
 
 if TYPE_CHECKING:
-    from megatron.extras.inference.scoring.fixed_tasks import FixedTasks
+    from megatron.extras.inference.scoring.harness import FixedTasks
 
 
 @dataclass
@@ -154,7 +154,7 @@ def _load_tasks(config: Config) -> FixedTasks:
     except ConfigError as error:
         raise ConfigError(f"--eval-tasks needs the tokenizer of the data: {error}") from error
     # The harness takes seconds to import, and may be missing.
-    from megatron.extras.inference.scoring.fixed_tasks import FixedTasks
+    from megatron.extras.inference.scoring.harness import FixedTasks
 
     return FixedTasks(
         manager,

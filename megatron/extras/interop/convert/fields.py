@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from megatron.base.errors import ConfigError
 from megatron.config.fields import all_fields
 from megatron.config.model import ModelConfig, RopeScaling
-from megatron.extras.interop.translators.compat_core_derived import describe_layers
+from megatron.extras.interop.translators.compat_derived import describe_layers
 from megatron.model.layer_parts import list_unused_fields
 from megatron.model.shape import ModelShape
 
@@ -508,7 +508,7 @@ def describe_chosen_layers(chosen: Collection[int], num_layers: int) -> str:
 
 def _normalise_latents(model: ModelConfig) -> dict[str, Any]:
     """Return the fields of latent attention as `normalise_model` sets them."""
-    if not model.multi_latent_attention:
+    if "latent" not in model.attention_kinds:
         return NO_LATENTS
     found: dict[str, Any] = {
         "latent_norm_epsilon": model.latent_norm_epsilon or model.layernorm_epsilon

@@ -10,7 +10,7 @@ from megatron.base.errors import CheckpointError, ConfigError
 from megatron.config.fields import LoadedConfig
 from megatron.config.model import ModelConfig
 from megatron.extras.interop.convert.megatron_args import load_run_config, make_state
-from megatron.extras.interop.convert.megatron_deepspeed import open_megatron_deepspeed
+from megatron.extras.interop.convert.megatron_deepspeed import NeoxFolder, open_megatron_deepspeed
 from megatron.extras.interop.convert.megatron_lm import open_megatron_lm
 from megatron.extras.interop.convert.megatron_names import (
     Key,
@@ -20,7 +20,6 @@ from megatron.extras.interop.convert.megatron_names import (
     describe_key,
     list_megatron_tensors,
 )
-from megatron.extras.interop.convert.neox_checkpoint import NeoxFolder
 from megatron.extras.interop.convert.tensors import refuse_problems
 from megatron.extras.interop.convert.writing import TensorToWrite
 from megatron.model.shape import ModelShape

@@ -24,15 +24,13 @@ from megatron.extras.interop.convert.tensors import (
     refuse_problems,
 )
 from megatron.extras.interop.convert.trainer_files import (
+    FMS_LLAMA,
+    NANOGPT,
     TrainerCheckpoint,
+    choose_llm_baselines_names,
     open_fms,
     open_llm_baselines,
     open_nanogpt,
-)
-from megatron.extras.interop.convert.trainer_names import (
-    FMS_LLAMA,
-    NANOGPT,
-    choose_llm_baselines_names,
     separate_rotary_halves,
 )
 from megatron.extras.interop.convert.writing import TensorToWrite

@@ -17,10 +17,20 @@ from torch import Tensor
 
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.base.outside_file import SETTINGS_BYTES, check_regular, load_json
-from megatron.extras.interop.convert import fp8_blocks, mxfp4
 from megatron.extras.interop.convert.architectures import Architecture
 from megatron.extras.interop.convert.expert_fields import ExpertPart
 from megatron.extras.interop.convert.packed import RowPart
+from megatron.extras.interop.convert.quantised import (
+    FP8_SCALES,
+    FP8_SIDE,
+    MXFP4_BLOCKS,
+    MXFP4_BYTES,
+    MXFP4_NUMBERS,
+    MXFP4_SCALES,
+    list_scales,
+    read_fp8,
+    read_mxfp4,
+)
 from megatron.extras.interop.convert.tensors import divide_by_size, refuse_problems
 
 _INDEX = "model.safetensors.index.json"
@@ -79,10 +89,10 @@ class HfTensors:
                     found = file.get_slice(key)
                     self.shapes[key] = tuple(found.get_shape())
                     self._dtypes[key] = found.get_dtype()
-        for key in [key for key in self.shapes if key.endswith(fp8_blocks.SCALES)]:
+        for key in [key for key in self.shapes if key.endswith(FP8_SCALES)]:
             self._join_scales(key)
         if divide is not None:
-            for key in [key for key in self.shapes if key.endswith(mxfp4.BLOCKS)]:
+            for key in [key for key in self.shapes if key.endswith(MXFP4_BLOCKS)]:
                 self._join_blocks(key)
             parts = {key: divide(key, shape) for key, shape in self.shapes.items()}
             for key, own in parts.items():
@@ -90,11 +100,11 @@ class HfTensors:
 
     def _join_scales(self, scales: str) -> None:
         """Count a weight in FP8 and its scales as one tensor in bf16, if they fit together."""
-        weight = scales.removesuffix(fp8_blocks.SCALES)
+        weight = scales.removesuffix(FP8_SCALES)
         kinds = self._dtypes.get(weight), self._dtypes[scales]
         shape = self.shapes.get(weight, ())
         # A scale of another form would be applied wrongly, so the dtype is refused later.
-        fits = len(shape) == 2 and self.shapes[scales] == fp8_blocks.list_scales(shape)
+        fits = len(shape) == 2 and self.shapes[scales] == list_scales(shape)
         if fits and kinds == ("F8_E4M3", "F32"):
             del self.shapes[scales]
             self._dtypes[weight] = "BF16"
@@ -102,12 +112,12 @@ class HfTensors:
 
     def _join_blocks(self, blocks: str) -> None:
         """Count blocks in MXFP4 and their scales as one tensor in bf16, if they fit together."""
-        scales = blocks.removesuffix(mxfp4.BLOCKS) + mxfp4.SCALES
+        scales = blocks.removesuffix(MXFP4_BLOCKS) + MXFP4_SCALES
         shape = self.shapes[blocks]
         kinds = self._dtypes[blocks], self._dtypes.get(scales)
-        if kinds == ("U8", "U8") and shape == (*self.shapes[scales], mxfp4.BYTES):
+        if kinds == ("U8", "U8") and shape == (*self.shapes[scales], MXFP4_BYTES):
             del self.shapes[scales]
-            self.shapes[blocks] = (*shape[:-2], shape[-2] * mxfp4.NUMBERS)
+            self.shapes[blocks] = (*shape[:-2], shape[-2] * MXFP4_NUMBERS)
             self._dtypes[blocks] = "BF16"
 
     def _divide(self, whole: str, parts: Mapping[str, ExpertPart | RowPart]) -> None:
@@ -146,8 +156,8 @@ class HfTensors:
                 return part.take(file.get_tensor(whole))
             if part.number is not None:
                 own = file.get_slice(whole)[part.number]
-                if whole.endswith(mxfp4.BLOCKS):
-                    own = mxfp4.read_mxfp4(own, self._read_scales(whole, part.number))
+                if whole.endswith(MXFP4_BLOCKS):
+                    own = read_mxfp4(own, self._read_scales(whole, part.number))
                 return part.take(own)
             if rows is None:
                 return file.get_tensor(whole)
@@ -157,14 +167,14 @@ class HfTensors:
     def _read_scaled(self, name: str) -> Tensor:
         """Return a weight in FP8 as bf16. Its scales may be in another file."""
         found = []
-        for each in (name, name + fp8_blocks.SCALES):
+        for each in (name, name + FP8_SCALES):
             with self._open(self._files[each]) as file:
                 found.append(file.get_tensor(each))
-        return fp8_blocks.read_fp8(*found)
+        return read_fp8(*found)
 
     def _read_scales(self, blocks: str, number: int) -> Tensor:
         """Return the scales of one expert's blocks. They may be in another file."""
-        scales = blocks.removesuffix(mxfp4.BLOCKS) + mxfp4.SCALES
+        scales = blocks.removesuffix(MXFP4_BLOCKS) + MXFP4_SCALES
         with self._open(self._files[scales]) as file:
             return file.get_slice(scales)[number]
 
@@ -274,9 +284,9 @@ def _check_blocks(path: Path, quantization: Any) -> None:
     if not isinstance(quantization, Mapping):
         return
     sides = quantization.get("weight_block_size")
-    if sides is not None and sides != [fp8_blocks.SIDE] * 2:
+    if sides is not None and sides != [FP8_SIDE] * 2:
         raise CheckpointError(
-            f"{path}: weight_block_size {sides} is not supported, only {[fp8_blocks.SIDE] * 2}; "
+            f"{path}: weight_block_size {sides} is not supported, only {[FP8_SIDE] * 2}; "
             "convert the weights to bf16 first"
         )
 

@@ -85,7 +85,7 @@ class Latents:
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """See `Pair`."""
         # Classes without it have their own names of projections.
-        if not model.multi_latent_attention:
+        if "latent" not in model.attention_kinds:
             raise ConfigError("the class has latent attention, and this model has not")
         if model.latent_norm_epsilon != _EPSILON:
             raise ConfigError(
@@ -175,8 +175,8 @@ class DeepseekExperts:
         # Ours leaves a single weight as the score that it is.
         if topk < 2:
             raise ConfigError("a token that uses one expert has a weight of 1 in the class only")
-        # The class always adds up two.
-        if groups is not None and best is not None and topk // best != 2:
+        # The class always adds up two. If all groups may be used, their scores do not matter.
+        if best and groups != best and topk // best != 2:
             raise ConfigError(
                 f"a group is as good as its best {topk // best} experts here (--moe-router-topk / "
                 "--moe-router-group-topk), and as its best 2 in the class"

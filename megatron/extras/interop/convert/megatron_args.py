@@ -12,168 +12,16 @@ from typing import Any
 
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.config.fields import LoadedConfig
+from megatron.extras.interop.translators.compat import load_table
 from megatron.extras.interop.translators.translator import load_config
 from megatron.run.state import TrainState
 from megatron.schedule.lr import LRSchedule
 
-_VALUES = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "kv_channels",
-    "seq_length",
-    "max_position_embeddings",
-    "position_embedding_type",
-    "normalization",
-    "layernorm_epsilon",
-    "norm_epsilon",
-    "rotary_base",
-    "rotary_percent",
-    "init_method_std",
-    "hidden_dropout",
-    "attention_dropout",
-    "glu_activation",
-    "num_experts",
-    "micro_batch_size",
-    "global_batch_size",
-    "rampup_batch_size",
-    "train_iters",
-    "train_samples",
-    "train_tokens",
-    "optimizer",
-    "lr",
-    "min_lr",
-    "lr_decay_style",
-    "lr_decay_iters",
-    "lr_decay_samples",
-    "lr_decay_tokens",
-    "lr_warmup_fraction",
-    "lr_warmup_iters",
-    "lr_warmup_samples",
-    "lr_warmup_init",
-    "lr_wsd_decay_style",
-    "lr_wsd_decay_iters",
-    "lr_wsd_decay_samples",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_eps",
-    "clip_grad",
-    "seed",
-    "loss_scale",
-    "initial_loss_scale",
-    "min_loss_scale",
-    "loss_scale_window",
-    "hysteresis",
-    "rope_scaling_factor",
-    "window_size",
-    "rotary_seq_len_interpolation_factor",
-    "mtp_num_layers",
-    "no_rope_freq",
-    "hybrid_layer_pattern",
-    "heterogeneous_layers_config_path",
-    "experimental_attention_variant",
-    "linear_attention_freq",
-    "window_attn_skip_freq",
-    "softmax_type",
-    "eval_interval",
-    "eval_iters",
-    "save_interval",
-    "split",
-    "data_path",
+_TABLE = load_table("saved_arguments")
+_UNUSED_IF_ZERO, _BY_SAMPLES, _READ_ELSEWHERE = (
+    frozenset(_TABLE["lists"][name].split())
+    for name in ("unused_if_zero", "by_samples", "read_elsewhere")
 )
-"""Arguments that are flags with a value. Those of parts that are not possible here are among them,
-so that such a model is refused, also if its tensors have the same shapes."""
-_ON = (
-    "swiglu",
-    "squared_relu",
-    "openai_gelu",
-    "untie_embeddings_and_output_weights",
-    "embed_layernorm",
-    "qk_layernorm",
-    "add_qkv_bias",
-    "fp16",
-    "bf16",
-    "apply_layernorm_1p",
-    "rotary_interleaved",
-    "use_rope_scaling",
-    "apply_residual_connection_post_layernorm",
-    "multi_latent_attention",
-    "qk_l2_norm",
-    "attention_output_gate",
-    "quick_geglu",
-    "is_hybrid_model",
-    "use_mup",
-    "fp32_residual_connection",
-    "use_rotary_position_embeddings",
-    "reset_position_ids",
-    "reset_attention_mask",
-    "eod_mask_loss",
-    "calculate_per_token_loss",
-)
-"""Arguments that are flags without a value, if they are true."""
-_OF_EXPERTS = (
-    "moe_router_topk",
-    "moe_ffn_hidden_size",
-    "moe_layer_freq",
-    "moe_router_score_function",
-    "moe_router_topk_scaling_factor",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_shared_expert_intermediate_size",
-    "moe_router_load_balancing_type",
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-    "moe_router_bias_update_rate",
-    "moe_expert_capacity_factor",
-    "moe_input_jitter_eps",
-)
-_OF_MUP = (
-    "mup_base_hidden_size",
-    "mup_base_head_dim",
-    "mup_attn_scale_power",
-    "mup_embedding_mult",
-    "mup_output_mult",
-)
-"""The same of muP. They are saved for all models, and have an effect only with it."""
-_EXPERT_SWITCHES = (
-    "moe_router_pre_softmax",
-    "moe_router_enable_expert_bias",
-    "moe_shared_expert_gate",
-    "moe_apply_probs_on_input",
-)
-"""The same of experts. Megatron-LM also saves them for models without experts."""
-_OFF = {"add_bias_linear": "--disable-bias-linear", "bias_gelu_fusion": "--no-bias-gelu-fusion"}
-"""Arguments that are true unless this flag is given."""
-# 0 is their value of a flag that was not given. Here it may exclude another flag.
-_UNUSED_IF_ZERO = {
-    "lr_warmup_iters",
-    "lr_warmup_samples",
-    "lr_warmup_init",
-    "eval_iters",
-}
-# Given both, `load_config` would refuse them as two answers to one question.
-_BY_SAMPLES = {"train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"}
-"""Arguments that Megatron computes from the samples if those are given."""
-# They are not flags of the new run, or are read below and in `from_megatron`. Reporting them as
-# unused would be wrong.
-_READ_ELSEWHERE = {
-    "consumed_train_samples",
-    "consumed_train_tokens",
-    "consumed_valid_samples",
-    "gigaflos_no_embeds",
-    "group_query_attention",
-    "num_query_groups",
-    "num_key_value_heads",
-    "padded_vocab_size",
-    "vocab_size",
-    "make_vocab_size_divisible_by",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-}
 
 
 @dataclass(frozen=True)
@@ -300,28 +148,30 @@ def load_run_config(run: SavedRun, vocab_size: int) -> tuple[LoadedConfig, list[
 def _write_words(args: Mapping[str, Any]) -> tuple[list[str], set[str]]:
     """Return the arguments as a command line, and the names of those that were written."""
     words: list[str] = []
-    used = set(_OFF) | {"start_weight_decay", "end_weight_decay"}
-    experts = bool(args.get("num_experts"))
-    names = list(_VALUES)
-    if experts:
-        names += _OF_EXPERTS
-    if args.get("use_mup"):
-        names += _OF_MUP
-    for name in names:
-        value = args.get(name)
-        if name == "moe_layer_freq" and isinstance(value, list):
-            value = "[" + ",".join(map(str, value)) + "]"
-        by_samples = name in _BY_SAMPLES and bool(args.get("train_samples"))
-        if value is None or by_samples or (name in _UNUSED_IF_ZERO and not value):
+    used = {*_TABLE["off"], "start_weight_decay", "end_weight_decay"}
+    for group in _TABLE["groups"]:
+        if "needs" in group and not args.get(group["needs"]):
             continue
-        used.add(name)
-        words += [_make_flag(name), *_write_value(value)]
-    for name in (*_ON, *(_EXPERT_SWITCHES if experts else ())):
-        if args.get(name) is True:
-            used.add(name)
-            words.append(_make_flag(name))
-    words += [flag for name, flag in _OFF.items() if args.get(name) is False]
+        for name in group["names"].split():
+            if written := _write_argument(args, name, is_switch=group.get("switches", False)):
+                used.add(name)
+                words += written
+    words += [flag for name, flag in _TABLE["off"].items() if args.get(name) is False]
     return [*words, *_write_groups(args), *_write_decay(args)], used
+
+
+def _write_argument(args: Mapping[str, Any], name: str, *, is_switch: bool) -> list[str]:
+    """Return the flag of an argument and its values, or nothing if it was not given."""
+    value = args.get(name)
+    if is_switch:
+        return [_make_flag(name)] * (value is True)
+    by_samples = name in _BY_SAMPLES and bool(args.get("train_samples"))
+    if value is None or by_samples or (name in _UNUSED_IF_ZERO and not value):
+        return []
+    if name == "moe_layer_freq" and isinstance(value, list):
+        value = "[" + ",".join(map(str, value)) + "]"
+    values = value if isinstance(value, list | tuple) else [value]
+    return [_make_flag(name), *map(str, values)]
 
 
 def _write_groups(args: Mapping[str, Any]) -> list[str]:
@@ -347,12 +197,6 @@ def _write_decay(args: Mapping[str, Any]) -> list[str]:
 
 def _make_flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _write_value(value: Any) -> list[str]:
-    if isinstance(value, list | tuple):
-        return [str(each) for each in value]
-    return [str(value)]
 
 
 def make_state(run: SavedRun, loaded: LoadedConfig, steps: int | None) -> TrainState:

@@ -133,7 +133,7 @@ def _pair_tensor(
     if module == _QKV:
         return _pair_qkv(architecture, shape, name, size, layer, prefix)
     order = None
-    if shape.config.multi_latent_attention:
+    if shape.attention == "latent":
         order = order_rows(inside, shape.config)
     modules = dict(architecture.modules)
     if layer in shape.linear_layers:

@@ -49,6 +49,12 @@ class Row:
     why."""
 
 
+@functools.cache
+def load_table(name: str) -> dict[str, Any]:
+    """Return the content of the file `tables/NAME.toml`."""
+    return tomllib.loads(_TABLES.joinpath(f"{name}.toml").read_text(encoding="utf-8"))
+
+
 def read_table(name: str) -> tuple[Row, ...]:
     """Return the rows of the file `tables/NAME.toml`, in its order.
 
@@ -56,9 +62,9 @@ def read_table(name: str) -> tuple[Row, ...]:
     flags, there may be several flags, `because` names a text of the section `reasons`, and `{}` in
     `to` is the flag itself. Flags and words are separated by spaces. Without `arity` it is 0.
     """
-    table = tomllib.loads(_TABLES.joinpath(f"{name}.toml").read_text(encoding="utf-8"))
+    table = load_table(name)
     rows: list[Row] = []
-    for item in table["rows"]:
+    for item in map(dict, table["rows"]):
         (kind,) = item.keys() & set(get_args(Kind))
         flags = item.pop(kind).split()
         if "because" in item:
@@ -142,13 +148,34 @@ def _index_by_flag() -> dict[str, list[Row]]:
     return table
 
 
+@dataclass(frozen=True)
+class Trainer:
+    """A trainer whose defaults replace those of this one: the section `trainer` of a table."""
+
+    identify: tuple[str, ...]
+    """Flags of it that no other trainer has."""
+    defaults: str
+    """Its defaults, as a command line."""
+    shape: tuple[str, ...] = ()
+    """Its flags that give the shape of a model."""
+    ambiguous: str = ""
+    """One of `identify` that may also be used alone, beside flags of this trainer."""
+
+
+def _read_trainer(name: str) -> Trainer:
+    found = load_table(name)["trainer"]
+    words = {key: tuple(found[key].split()) for key in ("identify", "shape") if key in found}
+    return Trainer(**{**found, **words})
+
+
 NEOX = "GPT-NeoX"
 NEOX_KEYS: tuple[Row, ...] = read_table("gpt_neox")
-NEOX_DEFAULTS = (
-    "--hidden-dropout 0 --attention-dropout 0 --weight-decay 0.1 --no-bias-gelu-fusion "
-    "--zero-stage 0"
-)
-"""The defaults of GPT-NeoX that differ from ours. `compat_neox_derived` has that of the warm-up."""
+NEOX_TRAINER = _read_trainer("gpt_neox")
+TRAINERS: dict[str, Trainer] = {
+    "llm-baselines": _read_trainer("llm_baselines"),
+    "fms-fsdp": _read_trainer("fms_fsdp"),
+}
+"""Trainers that are recognised by their flags."""
 
 
 Typed = Mapping[str, tuple[str, ...]]
@@ -204,6 +231,26 @@ class FlagValues:
 
 
 Computed = tuple[Any, str]
-"""A value and its reason. The value is None if the rule does not apply."""
-Derivation = tuple[str, str, Callable[[FlagValues], Computed]]
-"""What causes a derivation (a flag, or a system whose defaults apply), the field, and the rule."""
+"""A value and its reason. The value is None if the rule gives none."""
+
+
+@dataclass(frozen=True)
+class Derivation:
+    """A rule that computes a field of this trainer from other flags."""
+
+    cause: str
+    """A flag that must be given, or a system whose defaults must apply."""
+    field: str
+    compute: Callable[[FlagValues], Computed]
+    only: str = ""
+    """The flag must have this value. Empty: any value."""
+    needs: tuple[str, ...] = ()
+    """Fields that must be given."""
+
+    def applies(self, values: FlagValues, system: str) -> bool:
+        """Return whether the rule applies if the defaults of a system do."""
+        return (
+            (self.cause in values or self.cause == system)
+            and (not self.only or values.has(self.cause, self.only))
+            and all(values.get_field(dotted) is not None for dotted in self.needs)
+        )

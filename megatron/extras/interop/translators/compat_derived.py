@@ -8,20 +8,19 @@ with one exception: Megatron's NullTokenizer adds an id to --vocab-size.
 """
 
 import math
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from megatron.config.fields import (
-    PRESET_ORIGIN,
-    all_fields,
-    find_missing,
-)
+from megatron.config.fields import PRESET_ORIGIN, all_fields, find_missing
+from megatron.config.layer_choice import choose_layers, find_expert_layers
 from megatron.config.logging import ALL_RANKS
 from megatron.extras.interop.translators.compat import (
     NEOX,
-    NEOX_DEFAULTS,
+    NEOX_TRAINER,
     OTHER_WARMUPS,
+    TRAINERS,
     Computed,
     Derivation,
     FlagValues,
@@ -29,40 +28,8 @@ from megatron.extras.interop.translators.compat import (
     Typed,
     find_row,
 )
-from megatron.extras.interop.translators.compat_core_derived import CORE_DERIVATIONS
-from megatron.extras.interop.translators.compat_fms_derived import FMS_DEFAULTS, FMS_DERIVATIONS
 from megatron.extras.interop.translators.compat_neox_derived import NEOX_DERIVATIONS
 
-_IDENTIFY_LLM_BASELINES = (
-    "--n-layer",
-    "--n-embd",
-    "--n-head",
-    "--sequence-length",
-    "--acc-steps",
-    "--iterations",
-    "--model",
-)
-_IDENTIFY_FMS = (
-    "--model-variant",
-    "--num-steps",
-    "--learning-rate",
-    "--use-dummy-dataset",
-    "--ckpt-save-path",
-    "--ckpt-load-path",
-    "--low-cpu-fsdp",
-    "--fsdp-activation-checkpointing",
-    "--selective-checkpointing",
-    "--report-interval",
-    "--training-stage",
-)
-_LLM_BASELINES_DEFAULTS = (
-    "--model llama --n-layer 24 --n-head 12 --n-embd 768 --sequence-length 512 --multiple-of 256 "
-    "--rmsnorm-eps 1e-5 --init-std 0.02 --dropout 0.0 --vocab-size 50304 --batch-size 50 "
-    "--acc-steps 1 --iterations 15000 --opt adamw --lr 1e-3 --beta1 0.9 --beta2 0.95 "
-    "--weight-decay 0.1 --grad-clip 1.0 --scheduler cos --final-div-factor 1 --warmup-steps 3000 "
-    "--dtype bfloat16 --seed 0 --eval-interval 200 --eval-batches 64 --log-interval 50"
-)
-"""The defaults of llm-baselines' newest argument parser."""
 _PAI_VOCABULARIES = {
     "LLama2Tokenizer": 32000,
     "LLama3Tokenizer": 128000,
@@ -124,17 +91,14 @@ def find_defaults(typed: Typed, given: Given) -> tuple[str, list[str]] | None:
     default does (`--model`), or none.
     """
     if NEOX in typed:
-        return NEOX, _select_defaults(NEOX_DEFAULTS, typed, given)
-    if typed.keys() & set(_IDENTIFY_LLM_BASELINES) and not _is_model_described_otherwise(
-        given, ("--n-layer", "--n-embd", "--n-head")
-    ):
-        return "llm-baselines", _select_defaults(_LLM_BASELINES_DEFAULTS, typed, given)
-    found = typed.keys() & set(_IDENTIFY_FMS)
-    # With --model_variant alone, all other flags may be those of this trainer.
-    if found == {"--model-variant"} and not find_missing(given):
-        return None
-    if found and not _is_model_described_otherwise(given, ("--model-variant",)):
-        return "fms-fsdp", _select_defaults(FMS_DEFAULTS, typed, given)
+        return NEOX, _select_defaults(NEOX_TRAINER.defaults, typed, given)
+    for system, trainer in TRAINERS.items():
+        found = typed.keys() & set(trainer.identify)
+        # With this flag alone, all other flags may be those of this trainer.
+        if found == {trainer.ambiguous} and not find_missing(given):
+            continue
+        if found and not _is_model_described_otherwise(given, trainer.shape):
+            return system, _select_defaults(trainer.defaults, typed, given)
     return None
 
 
@@ -143,10 +107,9 @@ def describe_dropped_defaults(typed: Typed, given: Given) -> str | None:
 
     Its flags are given, but other flags describe the model (`find_defaults`).
     """
-    systems = (("llm-baselines", _IDENTIFY_LLM_BASELINES), ("fms-fsdp", _IDENTIFY_FMS))
-    for system, flags in systems:
-        found = [flag for flag in flags if flag in typed]
-        if found and found != ["--model-variant"]:
+    for system, trainer in TRAINERS.items():
+        found = [flag for flag in trainer.identify if flag in typed]
+        if found and found != [trainer.ambiguous]:
             shape = [given[dotted].origin for dotted in _SHAPE if dotted in given]
             return (
                 f"{found[0]} is a flag of {system}, but {shape[0]} gives the shape of the model: "
@@ -202,9 +165,10 @@ def derive_values(typed: Typed, system: str, given: Given) -> Iterator[tuple[str
             f"--vocab-size is {size.value + 1}: NullTokenizer has {size.value} ids and one for the "
             "end of a document",
         )
-    for trigger, dotted, compute in _DERIVATIONS:
-        if (trigger in typed or trigger == system) and dotted not in given:
-            value, reason = compute(FlagValues(typed, given))
+    values = FlagValues(typed, given)
+    for rule in _DERIVATIONS:
+        if rule.field not in given and rule.applies(values, system):
+            value, reason = rule.compute(values)
             if value is not None:
                 shown = value
                 if value is True:
@@ -213,7 +177,7 @@ def derive_values(typed: Typed, system: str, given: Given) -> Iterator[tuple[str
                     shown = f"{value:g}"
                 elif isinstance(value, tuple):
                     shown = " ".join(map(str, value))
-                yield dotted, value, f"{all_fields()[dotted].flag} is {shown}: {reason}"
+                yield rule.field, value, f"{all_fields()[rule.field].flag} is {shown}: {reason}"
 
 
 def _refuse_settings_of_experts(typed: Typed, given: Given) -> None:
@@ -236,90 +200,105 @@ def _refuse_settings_of_experts(typed: Typed, given: Given) -> None:
         )
 
 
+def _set(
+    value: Any, reason: str, condition: Callable[[FlagValues], Any] = lambda values: True
+) -> Callable[[FlagValues], Computed]:
+    """Return a rule that gives a fixed value if a condition holds."""
+    return lambda values: (value if condition(values) else None, reason)
+
+
+# Megatron-LM and its forks.
+_CLAMPED = {"--quick-geglu": None, "--glu-linear-offset": 1.0, "--activation-func-clamp-value": 7.0}
+"""The flags that together are clamped SwiGLU -> the value that each must have."""
+_ROPE = {
+    "position_embedding_type": "rotary",
+    "rope_scaling": "yarn",
+    "rope_scaling_factor": 32.0,
+    "rope_original_length": 4096,
+    "rope_beta_fast": 32.0,
+    "rope_beta_slow": 1.0,
+    "rope_truncate": False,
+}
+"""The rotary positions of gpt-oss (https://arxiv.org/abs/2508.10925)."""
+
+
+def describe_layers(chosen: Sequence[int], num_layers: int) -> str | None:
+    """Return a text for which `choose_layers` returns these layers, as in 3::4.
+
+    Args:
+        chosen: Numbers of layers in ascending order.
+        num_layers: Layers of the model.
+
+    Returns:
+        The text, or None if no layer is chosen.
+    """
+    if not chosen:
+        return None
+    if len(chosen) > 1:
+        text = f"{chosen[0]}::{chosen[1] - chosen[0]}"
+        if choose_layers(text, num_layers) == frozenset(chosen):
+            return text
+    return ",".join(map(str, chosen))
+
+
+def _compute_clamped_gate(values: FlagValues) -> Computed:
+    given = [flag for flag in _CLAMPED if flag in values]
+    off = [flag for flag in given if _CLAMPED[flag] == 1.0 and values.get_number(flag) == 0]
+    if off == given:
+        return None, ""
+    if all(
+        flag in values and number in (None, values.get_number(flag))
+        for flag, number in _CLAMPED.items()
+    ):
+        return "clamped_swiglu", "that is what these three flags compute"
+    raise ValueError(
+        f"{' '.join(given)}: of these activations there is only that of gpt-oss, --quick-geglu "
+        "--glu-linear-offset 1.0 --activation-func-clamp-value 7.0. Give all three, or use "
+        "--glu-activation."
+    )
+
+
+def _compute_window(values: FlagValues) -> Computed:
+    text = " ".join(values.get_words("--window-size") or ())
+    found = re.fullmatch(r"\(?(-?\d+),\s*(-?\d+)\)?", text)
+    if found is None or int(found[2]) != 0 or int(found[1]) < -1:
+        raise ValueError(
+            f"--window-size {text} must be N,0: N tokens before a token, and none after it; use "
+            "--sliding-window, which also counts the token itself."
+        )
+    before = int(found[1])
+    if before == -1:
+        return None, ""
+    return before + 1, f"{before} tokens before a token, and the token itself"
+
+
+def _compute_full_layers(values: FlagValues) -> Computed:
+    text = " ".join(values.get_words("--window-attn-skip-freq") or ())
+    layers = values.get_field("model.num_layers")
+    if "--window-size" not in values:
+        return None, ""
+    if text.isdecimal() and int(text) > 0:
+        step = int(text)
+        return f"{step - 1}::{step}", f"every {step}th layer reads all tokens"
+    # A list has a 1 for each layer with a window. It is written as that of --moe-layer-freq.
+    with_window = find_expert_layers(text, layers)
+    full = [layer for layer in range(layers) if layer not in with_window]
+    return describe_layers(full, layers), "its zeros are the layers that read all tokens"
+
+
 def _compute_megatron_swiglu_width(values: FlagValues) -> Computed:
     hidden = values.get_field("model.hidden_size")
-    if hidden is None or hidden < 1:
+    if hidden < 1:
         return None, ""
     width = int((4 * hidden * 2 / 3) / 64) * 64
     return max(width, 1), "8/3 x hidden size, rounded down to a multiple of 64, as in Megatron-LM"
-
-
-def _compute_llama_width(values: FlagValues) -> Computed:
-    hidden = values.get_field("model.hidden_size")
-    multiple = values.get_number("--multiple-of")
-    swiglu = values.get_field("model.glu_activation") == "swiglu"
-    if hidden is None or not swiglu or not multiple >= 1:
-        return None, ""
-    width = math.ceil(int(8 * hidden / 3) / int(multiple)) * int(multiple)
-    return width, f"8/3 x hidden size, rounded up to a multiple of {int(multiple)}"
-
-
-def _compute_accumulated_batch(values: FlagValues) -> Computed:
-    micro = values.get_field("batch.micro_batch_size")
-    steps = values.get_number("--acc-steps")
-    if micro is None or not steps >= 1:
-        return None, ""
-    return micro * int(steps), "the batch size x --acc_steps, over all ranks"
-
-
-def _set_with(flag: str, word: str, value: Any, reason: str) -> Callable[[FlagValues], Computed]:
-    """Return a function that sets a value if a flag of another system is given with a word."""
-
-    def compute(values: FlagValues) -> Computed:
-        if values.has(flag, word):
-            return value, reason
-        return None, ""
-
-    return compute
-
-
-def _compute_wsd_decay(values: FlagValues) -> Computed:
-    iterations = values.get_field("batch.train_iters")
-    if not values.has("--scheduler", "wsd") or iterations is None:
-        return None, ""
-    fraction = values.get_number("--wsd-fract-decay", 0.1)
-    if not fraction > 0:
-        return None, ""
-    return int(fraction * iterations), f"--wsd_fract_decay {fraction:g} x iterations, rounded down"
-
-
-def _compute_wsd_floor(values: FlagValues) -> Computed:
-    peak = values.get_field("optimizer.lr")
-    if not values.has("--scheduler", "wsd") or peak is None:
-        return None, ""
-    scale = values.get_number("--wsd-final-lr-scale", 0.0)
-    if not scale >= 0:
-        return None, ""
-    return scale * peak, f"the peak rate x --wsd_final_lr_scale {scale:g}"
-
-
-def _compute_wsd_start(values: FlagValues) -> Computed:
-    peak = values.get_field("optimizer.lr")
-    warmups = ("optimizer.lr_warmup_iters", *OTHER_WARMUPS)
-    warm = any(values.get_field(dotted) for dotted in warmups)
-    if not values.has("--scheduler", "wsd") or peak is None or not warm:
-        return None, ""
-    return peak / 100, "a hundredth of the peak rate, as in llm-baselines"
-
-
-def _compute_one_cycle_floor(values: FlagValues) -> Computed:
-    peak = values.get_field("optimizer.lr")
-    factor = values.get_number("--final-div-factor")
-    decays = values.get_field("optimizer.lr_decay_style") != "constant"
-    decays = decays and not values.has("--scheduler", "wsd")
-    if peak is None or not decays or not factor > 0:
-        return None, ""
-    floor = peak / 100 / factor
-    if floor > peak:
-        return None, ""
-    return floor, f"the peak rate / 100 / --final_div_factor {factor:g}"
 
 
 def _compute_virtual_stage_layers(values: FlagValues) -> Computed:
     layers = values.get_field("model.num_layers")
     ranks = values.get_field("parallel.pipeline_model_parallel_size") or 1
     stages = values.get_number("--num-virtual-stages-per-pipeline-rank")
-    if layers is None or not stages > 1:
+    if not stages > 1:
         return None, ""
     both = " and ".join(_ACCOUNT_FOR_ENDS)
     ends = 2 * all(flag in values for flag in _ACCOUNT_FOR_ENDS)
@@ -359,11 +338,9 @@ def _compute_tracker(values: FlagValues) -> Computed:
     """Return the tracker for a command line that sends its metrics to Weights & Biases."""
     switches = ["--wandb", "--use-wandb"]
     # The project of llm-baselines is only a name.
-    names_only = any(values.get_words(flag) for flag in _IDENTIFY_LLM_BASELINES)
+    names_only = any(values.get_words(flag) for flag in TRAINERS["llm-baselines"].identify)
     if not names_only:
         switches.append("--wandb-project")
-    if values.get_field("checkpoint.save") is None:
-        return None, ""
     # An empty project turns Megatron's off.
     if all(values.get_words(flag) in (None, ("",)) for flag in switches):
         return None, ""
@@ -442,64 +419,194 @@ def _compute_base_head(values: FlagValues) -> Computed:
     return int(width), "Megatron-LM divides logits by head width / root of --mup-base-head-dim"
 
 
-def _set(value: Any, reason: str) -> Callable[[FlagValues], Computed]:
-    """Return a function that always gives a value."""
-    return lambda values: (value, reason)
+# llm-baselines.
+def _compute_llama_width(values: FlagValues) -> Computed:
+    hidden = values.get_field("model.hidden_size")
+    multiple = values.get_number("--multiple-of")
+    swiglu = values.get_field("model.glu_activation") == "swiglu"
+    if not swiglu or not multiple >= 1:
+        return None, ""
+    width = math.ceil(int(8 * hidden / 3) / int(multiple)) * int(multiple)
+    return width, f"8/3 x hidden size, rounded up to a multiple of {int(multiple)}"
 
 
-_DERIVATIONS: tuple[Derivation, ...] = (
-    ("--use-mup", "model.parametrization", _set("mup", "--use-mup")),
-    ("--use-mup", "model.base_width", _compute_base_width),
-    ("--use-mup", "model.base_kv_channels", _compute_base_head),
-    *CORE_DERIVATIONS,
-    *FMS_DERIVATIONS,
-    *NEOX_DERIVATIONS,
-    ("--swiglu", "model.ffn_hidden_size", _compute_megatron_swiglu_width),
-    ("--multiple-of", "model.ffn_hidden_size", _compute_llama_width),
-    ("--acc-steps", "batch.global_batch_size", _compute_accumulated_batch),
-    ("--final-div-factor", "optimizer.min_lr", _compute_one_cycle_floor),
+def _compute_accumulated_batch(values: FlagValues) -> Computed:
+    micro = values.get_field("batch.micro_batch_size")
+    steps = values.get_number("--acc-steps")
+    if not steps >= 1:
+        return None, ""
+    return micro * int(steps), "the batch size x --acc_steps, over all ranks"
+
+
+def _compute_wsd_decay(values: FlagValues) -> Computed:
+    iterations = values.get_field("batch.train_iters")
+    fraction = values.get_number("--wsd-fract-decay", 0.1)
+    if not fraction > 0:
+        return None, ""
+    return int(fraction * iterations), f"--wsd_fract_decay {fraction:g} x iterations, rounded down"
+
+
+def _compute_wsd_floor(values: FlagValues) -> Computed:
+    scale = values.get_number("--wsd-final-lr-scale", 0.0)
+    if not scale >= 0:
+        return None, ""
+    peak = values.get_field("optimizer.lr")
+    return scale * peak, f"the peak rate x --wsd_final_lr_scale {scale:g}"
+
+
+def _compute_wsd_start(values: FlagValues) -> Computed:
+    warmups = ("optimizer.lr_warmup_iters", *OTHER_WARMUPS)
+    if not any(values.get_field(dotted) for dotted in warmups):
+        return None, ""
+    return values.get_field(
+        "optimizer.lr"
+    ) / 100, "a hundredth of the peak rate, as in llm-baselines"
+
+
+def _compute_one_cycle_floor(values: FlagValues) -> Computed:
+    peak = values.get_field("optimizer.lr")
+    factor = values.get_number("--final-div-factor")
+    decays = values.get_field("optimizer.lr_decay_style") != "constant"
+    decays = decays and not values.has("--scheduler", "wsd")
+    if not decays or not factor > 0:
+        return None, ""
+    floor = peak / 100 / factor
+    if floor > peak:
+        return None, ""
+    return floor, f"the peak rate / 100 / --final_div_factor {factor:g}"
+
+
+# fms-fsdp. Source: its main_training_llama.py. For x finished steps of N and a warm-up of
+# w = min(2000, N // 20) steps, its rate is a part of the peak:
+#
+#     initial    min(1 - (1 - min(x, w) / w)^2, 0.1 + 0.5 (1 - 0.1) (1 + cos(pi min(x, N) / N)))
+#     annealing  1 - x / N
+def _compute_fms_floor(values: FlagValues) -> Computed:
+    if values.get_field("optimizer.lr_decay_style") != "cosine":
+        return None, ""
+    return values.get_field("optimizer.lr") / 10, "a tenth of the peak rate, as in fms-fsdp"
+
+
+def _compute_fms_warmup(values: FlagValues) -> Computed:
+    return _find_fms_warmup(values), (
+        "at most 2000 iterations and a twentieth of training, as in fms-fsdp"
+    )
+
+
+def _find_fms_warmup(values: FlagValues) -> int | None:
+    """Return the iterations of fms-fsdp's warm-up, or None if the rate has another schedule."""
+    steps = values.get_field("batch.train_iters")
+    # Another warm-up that was given is one of this trainer's schedules.
+    warmups = ("optimizer.lr_warmup_iters", *OTHER_WARMUPS)
+    if any(values.get_field(dotted) is not None for dotted in warmups):
+        return None
+    if steps is None or values.get_field("optimizer.lr_decay_style") != "cosine":
+        return None
+    return min(2000, int(steps) // 20)
+
+
+def _compute_fms_fresh_start(values: FlagValues) -> Computed:
+    """Return whether an annealing stage starts at iteration 0 with the weights of another run."""
+    load, save = (values.get_field(f"checkpoint.{name}") for name in ("load", "save"))
+    if os.path.realpath(load) == os.path.realpath(save):
+        return None, ""
+    return True, (
+        "annealing starts at step 0, as in fms-fsdp, but without the optimizer's moments, which "
+        "fms-fsdp loads; to resume it, give the folder of --ckpt_save_path as --ckpt_load_path too"
+    )
+
+
+def _compute_fms_strip_tokens(values: FlagValues) -> Computed:
+    added = [values.get_field(f"data.{name}_token") for name in ("bos", "eos")]
+    listed = ",".join(str(token) for token in added if token is not None)
+    return (
+        listed or None,
+        "fms-fsdp removes the tokens that it adds from the ends of a document first",
+    )
+
+
+_GPT_OSS = "--enable-gpt-oss, as in the published model"
+_LR = ("optimizer.lr",)
+_LAYERS = ("model.num_layers",)
+_HIDDEN = ("model.hidden_size",)
+_DERIVATIONS = (
+    Derivation("--use-mup", "model.parametrization", _set("mup", "--use-mup")),
+    Derivation("--use-mup", "model.base_width", _compute_base_width),
+    Derivation("--use-mup", "model.base_kv_channels", _compute_base_head),
+    *(Derivation(flag, "model.glu_activation", _compute_clamped_gate) for flag in _CLAMPED),
+    Derivation("--window-size", "model.sliding_window", _compute_window),
+    Derivation(
+        "--window-attn-skip-freq", "model.full_attention_layers", _compute_full_layers, "", _LAYERS
+    ),
     *(
-        (flag, "logging.tracker", _compute_tracker)
+        Derivation("--enable-gpt-oss", f"model.{name}", _set(value, _GPT_OSS))
+        for name, value in _ROPE.items()
+    ),
+    Derivation("fms-fsdp", "optimizer.min_lr", _compute_fms_floor, "", _LR),
+    Derivation("fms-fsdp", "optimizer.lr_warmup_iters", _compute_fms_warmup),
+    Derivation(
+        "fms-fsdp",
+        "optimizer.lr_warmup_style",
+        _set("quadratic", "the warm-up of fms-fsdp", _find_fms_warmup),
+    ),
+    Derivation(
+        "fms-fsdp",
+        "optimizer.lr_decay_from_start",
+        _set(True, "the cosine of fms-fsdp begins at step 0", _find_fms_warmup),
+    ),
+    Derivation(
+        "--training-stage",
+        "checkpoint.finetune",
+        _compute_fms_fresh_start,
+        "annealing",
+        ("checkpoint.load", "checkpoint.save"),
+    ),
+    Derivation(
+        "fms-fsdp", "data.strip_tokens", _compute_fms_strip_tokens, "", ("data.dataset_format",)
+    ),
+    *NEOX_DERIVATIONS,
+    Derivation("--swiglu", "model.ffn_hidden_size", _compute_megatron_swiglu_width, "", _HIDDEN),
+    Derivation("--multiple-of", "model.ffn_hidden_size", _compute_llama_width, "", _HIDDEN),
+    Derivation(
+        "--acc-steps",
+        "batch.global_batch_size",
+        _compute_accumulated_batch,
+        needs=("batch.micro_batch_size",),
+    ),
+    Derivation("--final-div-factor", "optimizer.min_lr", _compute_one_cycle_floor, "", _LR),
+    *(
+        Derivation(flag, "logging.tracker", _compute_tracker, needs=("checkpoint.save",))
         for flag in ("--wandb", "--use-wandb", "--wandb-project")
     ),
-    ("--patch-tokenizer-type", "tokenizer.vocab_size", _compute_pai_vocabulary),
-    ("--profile", "logging.profile_iterations", _compute_profiled_iterations),
-    ("--profile", "logging.profile_ranks", _compute_profiled_ranks),
-    (
-        "--scheduler",
-        "optimizer.lr_decay_style",
-        _set_with("--scheduler", "wsd", "WSD", "--scheduler wsd"),
-    ),
-    ("--scheduler", "optimizer.min_lr", _compute_wsd_floor),
-    ("--scheduler", "optimizer.lr_wsd_decay_iters", _compute_wsd_decay),
-    (
-        "--scheduler",
-        "optimizer.lr_wsd_decay_style",
-        _set_with("--scheduler", "wsd", "linear", "the default of --decay_type"),
-    ),
-    ("--scheduler", "optimizer.lr_warmup_init", _compute_wsd_start),
-    (
-        "--opt",
-        "optimizer.optimizer",
-        _set_with("--opt", "ademamix", "ademamix", "--opt ademamix"),
-    ),
-    (
-        "--opt",
-        "optimizer.ademamix_beta3",
-        _set_with("--opt", "ademamix", 0.9, "the default of --adema_beta3"),
-    ),
-    (
-        "--opt",
-        "optimizer.ademamix_alpha",
-        _set_with("--opt", "ademamix", 2.0, "the default of --adema_alpha"),
+    Derivation("--patch-tokenizer-type", "tokenizer.vocab_size", _compute_pai_vocabulary),
+    Derivation("--profile", "logging.profile_iterations", _compute_profiled_iterations),
+    Derivation("--profile", "logging.profile_ranks", _compute_profiled_ranks),
+    *(
+        Derivation("--scheduler", f"optimizer.{name}", compute, "wsd", needs)
+        for name, compute, needs in (
+            ("lr_decay_style", _set("WSD", "--scheduler wsd"), ()),
+            ("min_lr", _compute_wsd_floor, _LR),
+            ("lr_wsd_decay_iters", _compute_wsd_decay, ("batch.train_iters",)),
+            ("lr_wsd_decay_style", _set("linear", "the default of --decay_type"), ()),
+            ("lr_warmup_init", _compute_wsd_start, _LR),
+        )
     ),
     *(
-        (flag, "parallel.pp_partition_method", _compute_partition_method)
+        Derivation("--opt", f"optimizer.{name}", _set(value, reason), "ademamix")
+        for name, value, reason in (
+            ("optimizer", "ademamix", "--opt ademamix"),
+            ("ademamix_beta3", 0.9, "the default of --adema_beta3"),
+            ("ademamix_alpha", 2.0, "the default of --adema_alpha"),
+        )
+    ),
+    *(
+        Derivation(flag, "parallel.pp_partition_method", _compute_partition_method)
         for flag in _ACCOUNT_FOR_ENDS
     ),
-    (
+    Derivation(
         "--num-virtual-stages-per-pipeline-rank",
         "parallel.num_layers_per_virtual_pipeline_stage",
         _compute_virtual_stage_layers,
+        needs=_LAYERS,
     ),
 )

@@ -7,6 +7,7 @@ Source: GPT-NeoX's `ParallelMLP`, its `init_functions.py`, and its calculation o
 """
 
 import math
+from collections.abc import Callable
 
 from megatron.extras.interop.translators.compat import (
     NEOX,
@@ -30,8 +31,6 @@ def _compute_width(values: FlagValues) -> Computed:
     given = values.get_number("intermediate-size")
     factor = values.get_number("expansion-factor")
     multiple = int(values.get_number("mlp-multiple-of", 1.0))
-    if hidden is None:
-        return None, ""
     width = 4 * hidden
     if not math.isnan(given):
         width = int(given)
@@ -127,12 +126,8 @@ def _compute_warmup(values: FlagValues) -> Computed:
 
 
 def _compute_decay(values: FlagValues) -> Computed:
-    iterations = values.get_field("batch.train_iters")
-    # A missing number of iterations is an error of its own.
-    if iterations is None:
-        return None, ""
-    fraction = values.get_number("lr-decay-fraction")
-    return max(1, math.floor(iterations * fraction)), "lr_decay_fraction x train_iters"
+    steps = values.get_field("batch.train_iters") * values.get_number("lr-decay-fraction")
+    return max(1, math.floor(steps)), "lr_decay_fraction x train_iters"
 
 
 def _compute_accumulation(values: FlagValues) -> Computed:
@@ -144,38 +139,40 @@ def _compute_accumulation(values: FlagValues) -> Computed:
     return int(steps), "gradient_accumulation_steps, at any number of ranks"
 
 
-def _compute_save_interval(values: FlagValues) -> Computed:
-    # Without --save, an interval would be an error here. NeoX ignores it.
-    if values.get_field("checkpoint.save") is None:
-        return None, ""
-    return int(values.get_number("checkpoint-factor")), "checkpoint_factor"
+def _take_whole(key: str) -> Callable[[FlagValues], Computed]:
+    """Return a rule that gives the value of a key."""
+    return lambda values: (int(values.get_number(key)), key.replace("-", "_"))
 
 
 def _compute_save_at(values: FlagValues) -> Computed:
     words = values.get_words("extra-save-iters") or ()
     # Iteration 0 is the state before the first step, which is not saved.
     numbers = tuple(int(word) for word in words if int(word) > 0)
-    if values.get_field("checkpoint.save") is None or not numbers:
-        return None, ""
-    return numbers, "extra_save_iters, without 0"
+    return numbers or None, "extra_save_iters, without 0"
 
 
-def _compute_kept(values: FlagValues) -> Computed:
-    if values.get_field("checkpoint.save") is None:
-        return None, ""
-    return int(values.get_number("keep-last-n-checkpoints")), "keep_last_n_checkpoints"
-
-
-NEOX_DERIVATIONS: tuple[Derivation, ...] = (
-    (NEOX, "model.ffn_hidden_size", _compute_width),
-    (NEOX, "model.init_method_std", _compute_std),
-    (NEOX, "model.output_init_method_std", _compute_output_std),
-    (NEOX, "model.layernorm_epsilon", _compute_epsilon),
-    ("sliding-window-width", "model.sliding_window", _compute_window),
-    (NEOX, "optimizer.lr_warmup_fraction", _compute_warmup),
-    ("lr-decay-fraction", "optimizer.lr_decay_iters", _compute_decay),
-    (NEOX, "batch.gradient_accumulation_steps", _compute_accumulation),
-    ("checkpoint-factor", "checkpoint.save_interval", _compute_save_interval),
-    ("extra-save-iters", "checkpoint.save_at", _compute_save_at),
-    ("keep-last-n-checkpoints", "checkpoint.keep_latest_checkpoints", _compute_kept),
+NEOX_DERIVATIONS = (
+    Derivation(NEOX, "model.ffn_hidden_size", _compute_width, needs=("model.hidden_size",)),
+    Derivation(NEOX, "model.init_method_std", _compute_std),
+    Derivation(NEOX, "model.output_init_method_std", _compute_output_std),
+    Derivation(NEOX, "model.layernorm_epsilon", _compute_epsilon),
+    Derivation("sliding-window-width", "model.sliding_window", _compute_window),
+    Derivation(NEOX, "optimizer.lr_warmup_fraction", _compute_warmup),
+    # A missing number of iterations is an error of its own.
+    Derivation(
+        "lr-decay-fraction",
+        "optimizer.lr_decay_iters",
+        _compute_decay,
+        needs=("batch.train_iters",),
+    ),
+    Derivation(NEOX, "batch.gradient_accumulation_steps", _compute_accumulation),
+    # Without --save, they would be an error here. NeoX ignores them.
+    *(
+        Derivation(key, f"checkpoint.{name}", compute or _take_whole(key), "", ("checkpoint.save",))
+        for key, name, compute in (
+            ("checkpoint-factor", "save_interval", None),
+            ("extra-save-iters", "save_at", _compute_save_at),
+            ("keep-last-n-checkpoints", "keep_latest_checkpoints", None),
+        )
+    ),
 )

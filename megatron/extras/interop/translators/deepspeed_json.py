@@ -11,38 +11,232 @@ Invariant: no key is dropped silently. A key is handled in one of these ways:
 - It is passed on to DeepSpeed unchanged (`select_passed_on`).
 - It is an error.
 
-The tables are in `deepspeed_keys.py`. Two blocks have rules of their own. The fp16 block overrides
-the loss scale of the flags, as in Megatron-DeepSpeed. The legacy `curriculum_learning` block, which
-DeepSpeed itself does not support any more, sets this trainer's own schedule.
+The table is in `tables/deepspeed.toml`. Two blocks have rules of their own. The fp16 block
+overrides the loss scale of the flags, as in Megatron-DeepSpeed. The legacy `curriculum_learning`
+block, which DeepSpeed itself does not support any more, sets this trainer's own schedule.
 """
 
+import difflib
 import functools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import ConfigError
 from megatron.base.outside_file import SETTINGS_BYTES, load_text, parse_json
 from megatron.config.fields import ValueWithOrigin, all_fields, describe_value
-from megatron.extras.interop.translators.deepspeed_keys import (
-    ACCEPTED_KEYS,
-    ACCUMULATION_STEPS,
-    ALLOWED_VALUES,
-    BLOCK_NAMES,
-    CHECKED,
-    FIELDS,
-    LOSS_SCALE,
-    PASSED_TO_DEEPSPEED,
-    PIPELINE_TIMERS,
-    UNSUPPORTED_BLOCKS,
-    VALUES_WITHOUT_EFFECT,
-    WITHOUT_EFFECT,
-    can_be_auto,
-    suggest_fix,
-)
+from megatron.extras.interop.translators.compat import load_table
+
+Convert = Callable[[Any], Any]
+"""Converts a value, or raises ValueError with a text that begins with "must be"."""
+
+
+def keep_value(value: Any) -> Any:
+    """Return the value. `Field.convert` checks it later."""
+    return value
+
+
+def read_flag(value: Any) -> bool:
+    """Return a boolean. Raise ValueError for any other value."""
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")
+    return value
+
+
+def read_number(value: Any) -> float:
+    """Return a number as a float. Raise ValueError for any other value."""
+    # bool is a subclass of int in Python, but true is not a number in JSON.
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("must be a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError("must be finite") from None
+
+
+def read_whole(value: Any) -> int:
+    """Return a whole number. Raise ValueError for any other value.
+
+    5e8 is one as well, because templates write sizes in this form.
+    """
+    # The last condition is true for numbers with a fraction.
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
+        raise ValueError("must be a whole number")
+    return int(value)
+
+
+def read_count(value: Any) -> int:
+    """Return a whole number of at least 0. Raise ValueError for any other value."""
+    if read_whole(value) < 0:
+        raise ValueError("must be at least 0")
+    return read_whole(value)
+
+
+def read_positive(value: Any) -> int:
+    """Return a whole number of at least 1. Raise ValueError for any other value."""
+    if read_whole(value) < 1:
+        raise ValueError("must be at least 1")
+    return read_whole(value)
+
+
+def read_text(value: Any) -> str:
+    """Return a text. Raise ValueError for any other value."""
+    if not isinstance(value, str):
+        raise ValueError("must be text")
+    return value
+
+
+def read_list(read: Convert) -> Convert:
+    """Return a reader for a list whose items another function reads."""
+
+    def take(items: Any) -> list[Any]:
+        if not isinstance(items, list):
+            raise ValueError("must be a list")
+        return [read(item) for item in items]
+
+    return take
+
+
+def _read_power_of_two(value: Any) -> float:
+    """Return two to the power of the value."""
+    power = read_whole(value)
+    # math.ldexp raises OverflowError above 1023.
+    if abs(power) > 1000:
+        raise ValueError("must be between -1000 and 1000")
+    return math.ldexp(1.0, power)
+
+
+def _read_of_two(index: int) -> Convert:
+    """Return a reader for one of two numbers, such as AdamW's betas."""
+
+    def take(numbers: Any) -> float:
+        if not isinstance(numbers, list) or len(numbers) != 2:
+            raise ValueError("must be a list of two numbers")
+        return read_number(numbers[index])
+
+    return take
+
+
+READERS: dict[str, Convert] = {
+    "value": keep_value,
+    "flag": read_flag,
+    "number": read_number,
+    "number_or_none": lambda value: read_number(value) or None,
+    "first": _read_of_two(0),
+    "second": _read_of_two(1),
+    "whole": read_whole,
+    "power_of_two": _read_power_of_two,
+    "count": read_count,
+    "positive": read_positive,
+    "text": read_text,
+    "texts": read_list(read_text),
+    "text_or_none": lambda value: None if value is None else read_text(value),
+    "is_cpu": lambda device: device == "cpu",
+}
+"""What a table calls them -> the readers of values."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """What becomes of a key: a row of `tables/deepspeed.toml`."""
+
+    to: tuple[str, ...] = ()
+    """Fields of the configuration that it gives."""
+    read: tuple[str, ...] = ("value",)
+    """Names of readers, one for each field. A key without a field has one reader."""
+    overrides: bool = False
+    """Whether its value has priority over the flags. Otherwise both must be equal."""
+    passed: bool = False
+    """Whether DeepSpeed gets it, as the reader returns it."""
+    allowed: tuple[Any, ...] | None = None
+    """All values that it may have. None: those that the reader accepts."""
+    ignored: bool = False
+    """Whether it changes no number here, so that a warning names it."""
+    ignored_values: tuple[Any, ...] = ()
+    """Allowed values that change no number here although this trainer works otherwise."""
+    reason: str = ""
+    """Why other values are not allowed, or why the key is ignored."""
+    note: str = ""
+    """Why `ignored_values` change nothing. Without it, `reason` says why."""
+
+    def convert(self, value: Any) -> Any:
+        """Return the value of a key without a field.
+
+        Raises:
+            ValueError: it is not possible.
+        """
+        return READERS[self.read[0]](value)
+
+
+def _read_keys(table: Mapping[str, Any]) -> dict[str, Key]:
+    """Return the rows of the table by their keys. `nullable` allows null, which TOML lacks."""
+    found: dict[str, Key] = {}
+    for item in table["keys"]:
+        names = item.pop("key").split()
+        if "because" in item:
+            item["reason"] = table["reasons"][item.pop("because")]
+        for words in ("to", "read"):
+            if words in item:
+                item[words] = tuple(item[words].split())
+        null = (None,) if item.pop("nullable", False) else ()
+        if "allowed" in item:
+            item["allowed"] = (*item["allowed"], *null)
+        row = Key(**{**item, "ignored_values": tuple(item.get("ignored_values", ()))})
+        assert not found.keys() & set(names), f"{names} has two rows in deepspeed.toml"
+        found |= dict.fromkeys(names, row)
+    return found
+
+
+_TABLE = load_table("deepspeed")
+KEYS: dict[str, Key] = _read_keys(_TABLE)
+UNSUPPORTED_BLOCKS: dict[str, str] = _TABLE["unsupported"]
+"""Blocks that are accepted only if they request no feature, and what to do instead."""
+ALTERNATIVES: dict[str, str] = _TABLE["instead"]
+"""What to do instead, for some keys that are not accepted."""
+# Every proper prefix of an accepted key that ends before a dot is the name of a block.
+BLOCK_NAMES = {key[:index] for key in KEYS for index, letter in enumerate(key) if letter == "."}
+ACCUMULATION_STEPS = "gradient_accumulation_steps"
+"""Follows from the batch sizes and the number of ranks, so the plan compares it."""
+PIPELINE_TIMERS = ("wall_clock_breakdown", "flops_profiler.enabled")
+"""Keys that switch on DeepSpeed's timers. The timers fail or hang in DeepSpeed's pipeline, so the
+keys are not passed on if there are several stages."""
+# DeepSpeed itself accepts "auto" in these blocks.
+_AUTO = ("zero_optimization.", "fp16.", "bf16.")
+
+
+def _can_be_auto(key: str) -> bool:
+    """Return whether "auto" is accepted for a key.
+
+    For fields of the configuration it means the value of the flags. In some blocks DeepSpeed
+    accepts the word, and it means DeepSpeed's default.
+    """
+    return bool(KEYS[key].to) or key == ACCUMULATION_STEPS or key.startswith(_AUTO)
+
+
+def suggest_fix(key: str) -> str:
+    """Return what to do about a key that is not accepted."""
+    block, _, name = key.rpartition(".")
+    siblings = [
+        known.rpartition(".")[2]
+        for known in KEYS.keys() | BLOCK_NAMES | UNSUPPORTED_BLOCKS.keys()
+        if known.rpartition(".")[0] == block
+    ]
+    # Look for a similar name in the same block first, then for the same name in another block.
+    close = difflib.get_close_matches(name.strip().lower(), sorted(siblings), n=2, cutoff=0.75)
+    elsewhere = sorted(
+        known for known in KEYS.keys() | BLOCK_NAMES if known.rpartition(".")[2] == name
+    )[:2]
+    if key in ALTERNATIVES:
+        return ALTERNATIVES[key]
+    if close or elsewhere:
+        return f"perhaps you meant {' or '.join(close or elsewhere)}"
+    if key.startswith("optimizer."):
+        return "see --optimizer and related flags"
+    return "leave it out"
 
 
 def read_json(path: str) -> dict[str, Any]:
@@ -164,9 +358,10 @@ def merge_content(
         # "auto" gives no value, and `_find_refusals` has reported a value that is not accepted.
         if value == "auto" or not _is_accepted(key, value):
             continue
-        for dotted, convert in FIELDS.get(key, ()) + LOSS_SCALE.get(key, ()):
+        row = KEYS[key]
+        for dotted, reader in zip(row.to, row.read, strict=False):
             try:
-                item = _convert_value(dotted, convert(value), f"{path}: {key}")
+                item = _convert_value(dotted, READERS[reader](value), f"{path}: {key}")
             except ValueError as error:
                 errors.append(f"{path}: {key} is {_format_value(value)}, and {error}.")
                 continue
@@ -175,8 +370,7 @@ def merge_content(
             before = found.get(dotted) or given.get(dotted)
             if before is None or before.value == item.value:
                 found[dotted] = item
-            # Megatron-DeepSpeed takes the loss scale from the JSON, whatever the flags give.
-            elif key in LOSS_SCALE:
+            elif row.overrides:
                 found[dotted] = item
                 warnings.append(
                     f"{_describe(dotted, before)} is not used: {key} {json.dumps(value)} in "
@@ -204,13 +398,13 @@ def select_passed_on(content: Mapping[str, Any], pipeline_size: int) -> dict[str
     for key, value in _flatten(content)[0].items():
         if pipeline_size > 1 and key in PIPELINE_TIMERS and value is True:
             continue
-        if key in PASSED_TO_DEEPSPEED and value != "auto":
+        if KEYS[key].passed and value != "auto":
             *blocks, name = key.split(".")
             part = result
             for block in blocks:
                 part = part.setdefault(block, {})
             # Convert the value, because DeepSpeed needs an integer where many files have 5e8.
-            part[name] = PASSED_TO_DEEPSPEED[key](value)
+            part[name] = KEYS[key].convert(value)
     return result
 
 
@@ -247,7 +441,7 @@ def _flatten(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
                     problems.append(
                         f"{key} is {_format_value(value)}, and must be an object, as in {{...}}"
                     )
-            elif key in ACCEPTED_KEYS and "." not in name:
+            elif key in KEYS and "." not in name:
                 flat[key] = value
             else:
                 problems.append(f"{_format_key(key)} is not accepted; {suggest_fix(key)}")
@@ -274,10 +468,12 @@ def _find_keys_without_effect(
     """Yield a text for each key that is accepted and changes nothing here, with the reason."""
     stages = given.get("parallel.pipeline_model_parallel_size")
     for key, value in flat.items():
-        if key in WITHOUT_EFFECT:
-            yield f"{key} has no effect here: {WITHOUT_EFFECT[key]}"
-        elif key in VALUES_WITHOUT_EFFECT and value is VALUES_WITHOUT_EFFECT[key][0]:
-            yield (f"{key} {json.dumps(value)} has no effect here: {VALUES_WITHOUT_EFFECT[key][1]}")
+        row = KEYS[key]
+        if row.ignored:
+            yield f"{key} has no effect here: {row.reason}"
+        # 1 is not true here, although they are equal in Python.
+        elif any(value is each for each in row.ignored_values):
+            yield f"{key} {json.dumps(value)} has no effect here: {row.note or row.reason}"
         elif key in PIPELINE_TIMERS and value is True and stages is not None and stages.value > 1:
             yield (
                 f"{key} true has no effect here: DeepSpeed's timers fail in its pipeline, so it is "
@@ -329,18 +525,19 @@ def _drop_disabled_blocks(
 def _find_refusals(flat: Mapping[str, Any], given: Mapping[str, ValueWithOrigin]) -> Iterator[str]:
     """Yield a message for each value that is not accepted."""
     for key, value in flat.items():
-        if value == "auto" and key not in WITHOUT_EFFECT:
-            if not can_be_auto(key):
+        row = KEYS[key]
+        if value == "auto" and not row.ignored:
+            if not _can_be_auto(key):
                 yield f'{key} is "auto", which no flag provides; give a value, or leave it out'
         elif not _is_accepted(key, value):
-            allowed, reason = ALLOWED_VALUES[key]
             yield (
-                f"{key} is {_format_value(value)}; {reason}: use "
-                f"{' or '.join(json.dumps(one) for one in allowed)}"
+                f"{key} is {_format_value(value)}; {row.reason}: use "
+                f"{' or '.join(json.dumps(one) for one in row.allowed or ())}"
             )
-        elif key in PASSED_TO_DEEPSPEED or key in CHECKED:
+        # The values of fields are converted in `merge_content`.
+        elif not row.to:
             try:
-                (PASSED_TO_DEEPSPEED | CHECKED)[key](value)
+                row.convert(value)
             except ValueError as error:
                 yield f"{key} is {_format_value(value)}, and {error}"
     # Without a type the curriculum would stay off, although the block switches it on.
@@ -382,12 +579,10 @@ def _is_accepted(key: str, value: Any) -> bool:
 
     1 is not accepted for true, although they are equal in Python.
     """
-    if key not in ALLOWED_VALUES or value == "auto":
+    allowed = KEYS[key].allowed
+    if allowed is None or value == "auto":
         return True
-    return any(
-        value == one and isinstance(value, bool) == isinstance(one, bool)
-        for one in ALLOWED_VALUES[key][0]
-    )
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
 
 
 def _convert_value(dotted: str, value: Any, origin: str) -> ValueWithOrigin:

@@ -18,14 +18,13 @@ from megatron.base.plain_text import find_close_names
 from megatron.config.fields import ValueWithOrigin
 from megatron.config.normalise import CommandLine, read_argv
 from megatron.config.yaml_file import PLAIN_TAGS, compose, get_line, is_null, read_items
-from megatron.extras.interop.translators.compat import NEOX, NEOX_KEYS, Row
-from megatron.extras.interop.translators.deepspeed_json import merge_content
-from megatron.extras.interop.translators.deepspeed_keys import (
-    ACCEPTED_KEYS,
+from megatron.extras.interop.translators.compat import NEOX, NEOX_KEYS, NEOX_TRAINER, Row
+from megatron.extras.interop.translators.deepspeed_json import (
     ALTERNATIVES,
-    PASSED_TO_DEEPSPEED,
+    KEYS,
     UNSUPPORTED_BLOCKS,
     Convert,
+    merge_content,
     read_count,
     read_flag,
     read_list,
@@ -82,30 +81,11 @@ def _get_plain_scalar(node: yaml.ScalarNode) -> Any:
     return node.value
 
 
-_IDENTIFY = frozenset(
-    {
-        "pipe-parallel-size",
-        "model-parallel-size",
-        "gpt-j-residual",
-        "no-weight-tying",
-        "pos-emb",
-        "rotary-pct",
-        "attention-config",
-        "output-layer-init-method",
-        "train-micro-batch-size-per-gpu",
-        "zero-optimization",
-        "checkpoint-factor",
-        "train-data-paths",
-        "checkpoint-validation-with-forward-pass",
-        "text-gen-type",
-    }
-)
-"""Keys that only a file of GPT-NeoX has at its top level."""
 _OTHER_NAMES = {"gas": "gradient-accumulation-steps", "save-interval": "checkpoint-factor"}
 """Names of older versions."""
 _OF_DEEPSPEED = {
     key.partition(".")[0].replace("_", "-")
-    for key in (*ACCEPTED_KEYS, *UNSUPPORTED_BLOCKS, *ALTERNATIVES, "bfloat16")
+    for key in (*KEYS, *UNSUPPORTED_BLOCKS, *ALTERNATIVES, "bfloat16")
 } - {"gradient-accumulation-steps"}
 """Keys that GPT-NeoX passes on to DeepSpeed."""
 _TOKENIZERS = {
@@ -171,7 +151,7 @@ def read_neox_files(paths: Sequence[str]) -> CommandLine | None:
     """
     errors: list[str] = []
     keys = _merge_files(paths, errors)
-    if not keys.keys() & _IDENTIFY:
+    if keys.keys().isdisjoint(NEOX_TRAINER.identify):
         return None
     line = CommandLine(foreign=" ".join(paths), errors=errors)
     line.typed[NEOX] = tuple(paths)
@@ -354,7 +334,7 @@ def _read_deepspeed(line: CommandLine, keys: Mapping[str, _Key]) -> None:
     line.warnings += warnings
     if "train-batch-size" in keys:
         line.typed["train-batch-size"] = tuple(keys["train-batch-size"].texts)
-    passed = [name for name in _list_dotted(content) if name in PASSED_TO_DEEPSPEED]
+    passed = [name for name in _list_dotted(content) if name in KEYS and KEYS[name].passed]
     if passed:
         line.warnings.append(
             f"{line.foreign}: {', '.join(passed)}: this has no effect here: it is for DeepSpeed's "

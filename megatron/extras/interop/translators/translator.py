@@ -65,6 +65,8 @@ class OtherTrainers:
 
     def fill(self, line: CommandLine, given: Given) -> Found:
         """Return the fields that another system would set itself, the errors and the warnings."""
+        if not line.typed:
+            return {}, [], []
         from megatron.extras.interop.translators.compat_derived import (
             derive_values,
             describe_dropped_defaults,

@@ -108,11 +108,15 @@ class Allocation:
         # By default srun uses all hosts that the job started with.
         if len(hosts) == len(self._tasks):
             return []
-        return [
+        options = [
             f"--nodes={len(hosts)}",
             f"--ntasks={sum(hosts.values())}",
             f"--nodelist={','.join(hosts)}",
         ]
+        if len(self._present) < len(self._tasks):
+            # A dead host never reports the end of its step. Slurm would not start another one.
+            options.append("--overlap")
+        return options
 
 
 _TRIES = 4

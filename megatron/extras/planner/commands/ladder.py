@@ -36,11 +36,11 @@ from megatron.extras.operations.chronicle.records import (
     PredictedLoss,
     write_predicted_loss,
 )
-from megatron.extras.planner.ladder.design import design
 from megatron.extras.planner.ladder.prediction import (
     Fit,
     Prediction,
     build_json,
+    design,
     find_optimal_tokens,
     fit_rows,
     predict,

@@ -1,4 +1,4 @@
-"""Estimates of memory, FLOPs and communication for a plan, from its configuration alone.
+"""Estimates of a plan beside its step: memory, FLOPs, communication and goodput.
 
 The bytes of parameters are those of `cost.memory`. The activations are those of Korthikanti et al.
 2022, https://arxiv.org/abs/2205.05198, which do not know how this trainer allocates. The plan
@@ -7,14 +7,32 @@ of `megatron.model.flops`.
 
 The time of communication is estimated for each --sharding-strategy, to name the one to use. The
 padding of rows is left out. docs/sharding.md explains the formulas.
+
+The goodput follows from a formula, and from a replay of failures with other policies.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+from megatron.base.errors import ConfigError
 from megatron.extras.planner.cost.communication import CommunicationTime
+from megatron.extras.planner.cost.goodput import (
+    CostOptions,
+    PlannedGoodput,
+    Policy,
+    Reliability,
+    Replayed,
+    count_daily_failures,
+    draw_failures,
+    estimate_goodput,
+    estimate_mean_hours_to_failure,
+    find_best_interval,
+    load_failures,
+    replay,
+)
 from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.memory import (
     ParameterMemory,
@@ -32,6 +50,8 @@ from megatron.model import flops
 from megatron.model.partition import select_stages_of_rank
 from megatron.model.shape import ModelShape
 from megatron.plan.run_plan import Plan
+from megatron.run.start.launch import count_checkpoint_bytes
+from megatron.schedule.clock import parse_duration
 from megatron.schedule.pipeline_schedule import PipelineSchedule, choose_schedule
 
 
@@ -52,15 +72,9 @@ def estimate_memory(plan: Plan) -> dict[str, Any]:
     # So any rank may need most.
     needed = [parts[rank].total + estimate_activations(plan, rank, share) for rank in ranks]
     fullest = needed.index(max(needed))
-    model = estimate_parameter_memory(
-        plan.parameters,
-        half=_is_half(plan),
-        state_bytes=flops.count_state_bytes(
-            config.optimizer,
-            plan.parameters,
-            flops.count_matrix_parameters(plan.shape),
-        ),
-    )
+    matrices = flops.count_matrix_parameters(plan.shape)
+    states = flops.count_state_bytes(config.optimizer, plan.parameters, matrices)
+    model = estimate_parameter_memory(plan.parameters, half=_is_half(plan), state_bytes=states)
     memory = {
         "model": {**vars(model), "total": model.total},
         "pipeline_rank": fullest,
@@ -104,93 +118,59 @@ def choose_final_schedule(plan: Plan) -> PipelineSchedule:
     )
 
 
-def estimate_layer_activation_bytes(
-    shape: ModelShape,
-    micro_batch_size: int,
-    tensor_parallel_size: int = 1,
-    *,
-    sequence_parallel: bool = False,
-    half: bool = True,
-    scores_kept: bool = False,
-) -> int:
-    """Estimate the activations that one layer keeps for the backward pass of one microbatch.
+@dataclass(frozen=True)
+class PaperActivations:
+    """What a rank keeps of a microbatch for the backward pass, in bytes, by 2205.05198."""
 
-    The estimate is for one rank, without any recomputation. For GPT-2's shape in half precision it
-    is s b h (10 + 24/t), or s b h 34/t with sequence parallelism. Without a
-    flash kernel the attention scores are kept as well, which are 5 a s^2 b / t. Source: 2205.05198,
-    equations 1, 2 and 4, and table 2.
-    """
-    w = get_widths(shape)
-    t = tensor_parallel_size
-    value = 2 if half else 4
-    # Inputs of norms and column-parallel linear layers, and the masks of dropout at one byte each.
-    replicated = value * 4 * w.h + (2 * w.h if shape.config.hidden_dropout else 0)
-    # Queries, keys, values, the attention's output and the MLP's inner activations.
-    sharded = value * (w.q + w.k + w.v + w.context + w.mlp_in + w.f)
-    if scores_kept:
-        # Scores before and after the dropout, and its mask.
-        sharded += (
-            shape.config.num_attention_heads
-            * shape.config.seq_length
-            * (2 * value + 1 if shape.config.attention_dropout else value)
-        )
-    # Sequence parallelism also shards what every tensor-parallel rank holds otherwise.
-    per_token = replicated // (t if sequence_parallel else 1) + sharded // t
-    return shape.config.seq_length * micro_batch_size * per_token
+    shape: ModelShape
+    micro_batch: int
+    tensor: int = 1
+    sequence_parallel: bool = False
+    half: bool = True
+    scores_kept: bool = False
+    """Whether the attention scores are kept, as without a flash kernel."""
 
+    @property
+    def layer(self) -> int:
+        """What one layer keeps without any recomputation.
 
-def estimate_layer_input_bytes(
-    shape: ModelShape,
-    micro_batch_size: int,
-    tensor_parallel_size: int = 1,
-    *,
-    sequence_parallel: bool = False,
-    half: bool = True,
-) -> int:
-    """Estimate what full recomputation keeps of a layer for one microbatch, which is its input.
+        For GPT-2's shape in half precision it is s b h (10 + 24/t), or s b h 34/t with sequence
+        parallelism. Scores are 5 a s^2 b / t. Source: equations 1, 2 and 4, and table 2.
+        """
+        config = self.shape.config
+        w = get_widths(self.shape)
+        value = 2 if self.half else 4
+        # Inputs of norms and column-parallel linear layers, and the masks of dropout at one byte
+        # each.
+        replicated = value * 4 * w.h + (2 * w.h if config.hidden_dropout else 0)
+        # Queries, keys, values, the attention's output and the MLP's inner activations.
+        sharded = value * (w.q + w.k + w.v + w.context + w.mlp_in + w.f)
+        if self.scores_kept:
+            # Scores before and after the dropout, and its mask.
+            of_score = 2 * value + 1 if config.attention_dropout else value
+            sharded += config.num_attention_heads * config.seq_length * of_score
+        # Sequence parallelism also shards what every tensor-parallel rank holds otherwise.
+        ranks = self.tensor if self.sequence_parallel else 1
+        per_token = replicated // ranks + sharded // self.tensor
+        return config.seq_length * self.micro_batch * per_token
 
-    In half precision this is 2 s b h (2205.05198, section 5).
-    """
-    values = shape.config.seq_length * micro_batch_size * shape.config.hidden_size
-    ranks = tensor_parallel_size if sequence_parallel else 1
-    return (2 if half else 4) * values // ranks
+    @property
+    def layer_input(self) -> int:
+        """What full recomputation keeps of a layer: 2 s b h in half precision (section 5)."""
+        config = self.shape.config
+        values = config.seq_length * self.micro_batch * config.hidden_size
+        ranks = self.tensor if self.sequence_parallel else 1
+        return (2 if self.half else 4) * values // ranks
 
+    @property
+    def logits(self) -> int:
+        """The last stage's fp32 logits, 4 s b V / t (section 4.3)."""
+        values = self.shape.config.seq_length * self.micro_batch * self.shape.padded_vocab_size
+        return 4 * values // self.tensor
 
-def estimate_stage_activation_bytes(
-    shape: ModelShape,
-    micro_batch_size: int,
-    tensor_parallel_size: int = 1,
-    *,
-    layers: int,
-    recomputed_layers: int = 0,
-    sequence_parallel: bool = False,
-    half: bool = True,
-    scores_kept: bool = False,
-) -> int:
-    """Estimate what one microbatch keeps of a stage until its backward pass, on one rank.
-
-    A layer keeps all its activations, or only its input if it is recomputed.
-    """
-    sharing = {"sequence_parallel": sequence_parallel, "half": half}
-    whole = estimate_layer_activation_bytes(
-        shape, micro_batch_size, tensor_parallel_size, scores_kept=scores_kept, **sharing
-    )
-    # A recomputed layer starts again from its input.
-    kept = estimate_layer_input_bytes(shape, micro_batch_size, tensor_parallel_size, **sharing)
-    return (layers - recomputed_layers) * whole + recomputed_layers * kept
-
-
-def estimate_logits_bytes(
-    shape: ModelShape, micro_batch_size: int, tensor_parallel_size: int = 1
-) -> int:
-    """Estimate the last stage's fp32 logits of one microbatch, 4 s b V / t (2205.05198, 4.3)."""
-    return (
-        4
-        * shape.config.seq_length
-        * micro_batch_size
-        * shape.padded_vocab_size
-        // tensor_parallel_size
-    )
+    def sum_layers(self, layers: int, recomputed: int = 0) -> int:
+        """Return what some layers keep. A recomputed one starts again from its input."""
+        return (layers - recomputed) * self.layer + recomputed * self.layer_input
 
 
 def estimate_activations(
@@ -202,39 +182,31 @@ def estimate_activations(
     are recomputed keep only their input.
     """
     parallel = plan.config.parallel
-    micro = plan.config.batch.micro_batch_size
-    # A plan with errors may have a size of 0 here as well.
-    tensor = max(1, parallel.tensor_model_parallel_size)
-    sharing = {
-        "sequence_parallel": parallel.sequence_parallel,
-        "half": _is_half(plan),
-        "scores_kept": scores_kept,
-    }
+    paper = PaperActivations(
+        plan.shape,
+        plan.config.batch.micro_batch_size,
+        # A plan with errors may have a size of 0 here as well.
+        max(1, parallel.tensor_model_parallel_size),
+        parallel.sequence_parallel,
+        _is_half(plan),
+        scores_kept,
+    )
     stages = select_stages_of_rank(plan.stages, pipeline_rank, plan.pipeline_size)
     counts = [
         (len(stage.layers), flops.count_recomputed_layers(stage.layers, recomputed))
         for stage in stages
     ]
-    # With virtual stages a rank has several stages, and a microbatch visits each of them.
-    visits = [
-        estimate_stage_activation_bytes(
-            plan.shape, micro, tensor, layers=layers, recomputed_layers=again, **sharing
-        )
-        for layers, again in counts
-    ]
-    # The stages of a rank may differ, so the mean of its visits is multiplied by the number in
-    # flight.
-    kept = (
-        choose_final_schedule(plan).count_in_flight(pipeline_rank)
-        * sum(visits)
-        // max(1, len(visits))
-    )
+    # With virtual stages a rank has several stages, and a microbatch visits each of them. They may
+    # differ, so the mean of the visits is multiplied by the number in flight.
+    visits = sum(paper.sum_layers(*each) for each in counts)
+    in_flight = choose_final_schedule(plan).count_in_flight(pipeline_rank)
+    kept = in_flight * visits // max(1, len(counts))
     # While one layer is recomputed, its full activations exist next to the stored inputs.
     if any(again for _, again in counts):
-        kept += estimate_stage_activation_bytes(plan.shape, micro, tensor, layers=1, **sharing)
+        kept += paper.layer
     # Only the last stage has the output projection, whose logits are [b, s, v/t].
     if any(stage.last for stage in stages):
-        kept += estimate_logits_bytes(plan.shape, micro, tensor)
+        kept += paper.logits
     # Everything here grows with the tokens of a rank.
     return kept // max(1, parallel.context_parallel_size)
 
@@ -339,3 +311,245 @@ def _estimate(
     changed = StepPrediction(job)
     memory = round(changed.peak_bytes)
     return StrategyEstimate(name, flags, time, memory, changed.verdict, changed.seconds)
+
+
+_MOST_MORE_TIME = 0.02
+"""How much longer than with the best interval of saves a run may take without a warning."""
+_LEAST_USEFUL = 1e-3
+"""Smallest goodput of a run that ends. With less, hardly a save comes before the next failure."""
+_REPLAYED = 1000
+"""Failures of a replay. Fewer would give other numbers with other draws."""
+_MOST_NODES = 1_000_000
+_SHOWN_CAUSES = 5
+
+
+@dataclass(frozen=True)
+class GoodputForecast:
+    """The goodput with the run's own interval of saves, and with the best one."""
+
+    own: PlannedGoodput | None
+    """The best one, if the run has no interval. None: with its interval, the run does not end."""
+    best: PlannedGoodput
+    interval: float | None
+    """Seconds of steps between two saves of the run. None: it has no interval."""
+    reliability: Reliability
+
+    @property
+    def more_time(self) -> float:
+        """How much longer than with the best interval the run takes. 0.02 is 2 %."""
+        if self.own is None:
+            return math.inf
+        return self.best.useful / self.own.useful - 1
+
+
+def predict_goodput(
+    plan: Plan, hardware: Hardware, options: CostOptions, step_seconds: float
+) -> GoodputForecast:
+    """Predict the goodput of the plan's number of devices.
+
+    Args:
+        plan: The plan.
+        hardware: The devices.
+        options: What is assumed about the cluster.
+        step_seconds: Seconds of an iteration, from which the time between two saves follows.
+
+    Raises:
+        ConfigError: The run fails so often that it makes no progress with any interval.
+    """
+    nodes = _count_nodes(plan, hardware)
+    hours = estimate_mean_hours_to_failure(
+        plan.world_size, hardware.ranks_per_node, options.failures_per_1000_node_days
+    )
+    if options.failures is not None:
+        # The formula and the replay have the same rate.
+        source = load_failures(options.failures)
+        hours = 24 / count_daily_failures(source, nodes, hardware.ranks_per_node)
+    # All nodes write their shards at the same time.
+    save = count_checkpoint_bytes(plan) / (nodes * options.save_gb_per_second * 1e9)
+    restart = 60 * (options.detection_minutes + options.restart_minutes)
+    reliability = Reliability(hours, restart, save)
+    best = estimate_goodput(reliability)
+    interval = _find_save_seconds(plan, step_seconds)
+    own = best
+    if interval is not None:
+        try:
+            own = estimate_goodput(reliability, interval)
+        except ConfigError:
+            return GoodputForecast(None, best, interval, reliability)
+    # An interval that is nearly the best one is not what keeps the run from its end.
+    if own.useful < _LEAST_USEFUL * best.useful:
+        return GoodputForecast(None, best, interval, reliability)
+    return GoodputForecast(own, best, interval, reliability)
+
+
+def _count_nodes(plan: Plan, hardware: Hardware) -> int:
+    return -(-plan.world_size // hardware.ranks_per_node)
+
+
+def _find_save_seconds(plan: Plan, step_seconds: float) -> float | None:
+    """Return the seconds of steps between two saves. None: the run has no interval of saves."""
+    checkpoint = plan.config.checkpoint
+    found = []
+    if checkpoint.save_interval:
+        # A run that is shorter than its interval saves at its end.
+        steps = min(checkpoint.save_interval, max(1, plan.train_iters))
+        found.append(steps * step_seconds)
+    if checkpoint.save_interval_time is not None:
+        found.append(parse_duration(checkpoint.save_interval_time))
+    return min(found, default=None)
+
+
+@dataclass(frozen=True)
+class GoodputReplay:
+    """Failures that were replayed, and what another policy would have changed."""
+
+    days: float
+    replayed: Replayed
+    best_interval: float
+    """Seconds of steps between two saves that give the highest goodput."""
+    policies: dict[str, float]
+    """Another policy in words -> its goodput, 0 to 1."""
+
+
+def replay_failures(
+    plan: Plan, hardware: Hardware, options: CostOptions, forecast: GoodputForecast
+) -> GoodputReplay | None:
+    """Replay the failures of --failures on the nodes of a plan. None without the option.
+
+    Args:
+        plan: The plan.
+        hardware: The devices.
+        options: The failures, and what follows from them.
+        forecast: The interval of saves, the time of a save, and the rate of failures.
+
+    Raises:
+        ConfigError: The file is wrong, or the nodes are.
+    """
+    nodes = _count_nodes(plan, hardware)
+    spares, fewer = options.spare_nodes, options.fewer_nodes
+    if options.failures is None:
+        if spares is not None or fewer is not None:
+            raise ConfigError("--spare-nodes and --fewer-nodes need --failures, as in llama3.")
+        return None
+    if fewer is not None and (fewer > nodes or spares is None):
+        raise ConfigError(
+            f"--fewer-nodes {fewer} must be at most the {nodes} nodes of the run, and needs "
+            "--spare-nodes: without it, a lost node is replaced at once."
+        )
+    # Some policies have one more spare node.
+    pool = nodes + (spares or 0) + 1
+    if pool > _MOST_NODES:
+        raise ConfigError(f"--spare-nodes {spares}: at most {_MOST_NODES:,} nodes are replayed.")
+    source = load_failures(options.failures)
+    # A fixed time would have too few failures on a small cluster.
+    seconds = 86400 * _REPLAYED / count_daily_failures(source, pool, hardware.ranks_per_node)
+    failures = draw_failures(source, pool, hardware.ranks_per_node, seconds, seed=0)
+    best = forecast.best.save_interval_seconds
+    policy = Policy(
+        nodes=nodes,
+        interval=forecast.interval or best,
+        save=forecast.reliability.save_seconds,
+        detection=60 * options.detection_minutes,
+        restart=60 * options.restart_minutes,
+        spares=spares,
+        fewer=fewer,
+    )
+    # The run's own interval may be far from the best one, around which it is searched.
+    best = find_best_interval(failures, replace(policy, interval=best), seconds)
+    others = {
+        text: replay(failures, other, seconds).list_shares()["useful"]
+        for text, other in _list_policies(policy, best)
+    }
+    return GoodputReplay(seconds / 86400, replay(failures, policy, seconds), best, others)
+
+
+def _list_policies(policy: Policy, best_interval: float) -> Iterator[tuple[str, Policy]]:
+    """Yield what could be changed, one at a time."""
+    yield "best interval", replace(policy, interval=best_interval)
+    yield "restart in half", replace(policy, restart=policy.restart / 2)
+    if policy.detection:
+        yield "detection in half", replace(policy, detection=policy.detection / 2)
+    # A cluster that replaces each lost node at once has no number of spares.
+    if policy.spares is None:
+        yield "no spare node", replace(policy, spares=0)
+        return
+    yield "one more spare", replace(policy, spares=policy.spares + 1)
+    if policy.fewer is None and policy.nodes > 1:
+        yield "fewer nodes", replace(policy, fewer=max(1, policy.nodes // 2))
+
+
+def build_replay_json(found: GoodputReplay | None) -> dict[str, Any] | None:
+    """Return a replay as plain data."""
+    if found is None:
+        return None
+    return {
+        "days": found.days,
+        "shares": found.replayed.list_shares(),
+        "interruptions": dict(found.replayed.interruptions.most_common()),
+        "best_interval_seconds": found.best_interval,
+        "other_policies": found.policies,
+    }
+
+
+def list_goodput_rows(
+    prediction: StepPrediction, forecast: GoodputForecast, found: GoodputReplay | None
+) -> list[tuple[str, str]]:
+    """Return the name and the text of the rows about goodput."""
+    best = _describe_interval(forecast.best.save_interval_seconds, prediction)
+    own = best
+    if forecast.interval is not None:
+        own = _describe_interval(forecast.interval, prediction)
+    useful = 0.0
+    if forecast.own is not None:
+        useful = forecast.own.useful
+    hours = format_number(forecast.reliability.mean_hours_to_failure)
+    text = f"{100 * useful:.1f} % with a failure every {hours} hours; save every {own}"
+    if best != own:
+        text += f"; at best {100 * forecast.best.useful:.1f} %, with a save every {best}"
+    rows = [("goodput", text)]
+    if forecast.more_time > _MOST_MORE_TIME:
+        steps = _count_steps(forecast.best.save_interval_seconds, prediction)
+        takes = f"takes {100 * forecast.more_time:.1f} % more time than the best one"
+        if forecast.own is None:
+            takes = "is so long that hardly a save comes before a failure, and the run does not end"
+        text = f"this interval of saves {takes}. Give --save-interval {steps:,}"
+        rows.append(("  warning", text))
+    if found is not None:
+        rows += _list_replay_rows(prediction, found)
+    return rows
+
+
+def _list_replay_rows(
+    prediction: StepPrediction, found: GoodputReplay
+) -> Iterator[tuple[str, str]]:
+    shares = found.replayed.list_shares()
+    useful = shares.pop("useful")
+    lost = ", ".join(
+        f"{name.replace('_', ' ')} {100 * share:.1f}" for name, share in shares.items() if share
+    )
+    total = found.replayed.interruptions.total()
+    text = f"{total:,} interruptions in {found.days:,.0f} days"
+    yield "  replayed", f"{100 * useful:.1f} % with {text}; lost: {lost} %"
+    causes = found.replayed.interruptions.most_common(_SHOWN_CAUSES)
+    yield "  causes", ", ".join(f"{cause} {100 * each / total:.0f} %" for cause, each in causes)
+    for name, share in found.policies.items():
+        text = f"{100 * share:.1f} %"
+        if name == "best interval":
+            text += f", with a save every {_describe_interval(found.best_interval, prediction)}"
+        yield f"  {name}", text
+
+
+def _count_steps(interval: float, prediction: StepPrediction) -> int:
+    """Return the iterations between two saves. People set --save-interval in iterations."""
+    return max(1, round(interval / prediction.seconds))
+
+
+def _describe_interval(interval: float, prediction: StepPrediction) -> str:
+    return f"{_count_steps(interval, prediction):,} iterations ({interval / 60:,.0f} minutes)"
+
+
+def format_number(value: float) -> str:
+    """Return a number with three digits, or a whole number from 1,000 on."""
+    if value < 999.5:
+        return f"{value:.3g}"
+    return f"{value:,.0f}"

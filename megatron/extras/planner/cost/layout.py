@@ -1,11 +1,15 @@
-"""What is predicted: a layout of ranks, and the software that runs on it."""
+"""What is predicted: a step of a model on a layout of ranks, and the software that runs on it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from typing import Any, Literal
 
 from megatron.config.optimizer import OptimizerConfig
+from megatron.extras.planner.cost.hardware import Hardware
+from megatron.model.shape import ModelShape
+from megatron.schedule.pipeline_schedule import PipelineSchedule, choose_schedule
 
 Recompute = Literal["none", "selective", "operators", "full"]
 
@@ -241,3 +245,29 @@ TRAINER = Software(
     hidden_pipeline=True,
 )
 """This trainer."""
+
+
+@dataclass(frozen=True)
+class StepJob:
+    """A step to predict."""
+
+    shape: ModelShape
+    layout: RankLayout
+    batch_size: int
+    """Samples of the global batch."""
+    software: Software
+    hardware: Hardware
+    seq_length: int | None = None
+    """Tokens of a sample. Default: that of `shape`."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.batch_size * (self.seq_length or self.shape.config.seq_length)
+
+    @cached_property
+    def schedule(self) -> PipelineSchedule:
+        """The schedule of the pipeline."""
+        layout = self.layout
+        microbatches = max(1, self.batch_size // (layout.data * layout.micro_batch))
+        return choose_schedule(microbatches, layout.pipeline, layout.virtual)

@@ -12,7 +12,7 @@ from megatron.base.errors import ConfigError
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.extras.planner.cost.hardware import Hardware
-from megatron.extras.planner.cost.layout import RankLayout, Software
+from megatron.extras.planner.cost.layout import RankLayout, StepJob
 from megatron.extras.planner.cost.parameters import (
     count_dense_matrices,
     count_linear_layers,
@@ -28,7 +28,6 @@ from megatron.model.partition import (
     select_stages_of_rank,
 )
 from megatron.model.shape import ModelShape
-from megatron.schedule.pipeline_schedule import PipelineSchedule, choose_schedule
 
 BALANCED_ENDS = "type:transformer|embedding"
 """Value of --pp-partition-method that counts embedding and output layer as layers."""
@@ -262,45 +261,22 @@ def count_virtual_layers(layers: int, layout: RankLayout) -> int | None:
     return layers // stages
 
 
-def build_schedule(layout: RankLayout, batch_size: int) -> PipelineSchedule:
-    """Return the pipeline schedule of a global batch of `batch_size` samples."""
-    microbatches = max(1, batch_size // (layout.data * layout.micro_batch))
-    return choose_schedule(microbatches, layout.pipeline, layout.virtual)
-
-
 def estimate_memory(
-    shape: ModelShape,
-    layout: RankLayout,
-    software: Software,
-    batch_size: int,
-    *,
-    stages: Sequence[Stage] | None = None,
-    ranks: Sequence[int] | None = None,
+    job: StepJob, stages: Sequence[Stage] | None = None, ranks: Sequence[int] | None = None
 ) -> tuple[RankMemory, ...]:
     """Return the memory of each pipeline rank.
 
     Args:
-        shape: Sizes of the model.
-        layout: The layout.
-        software: The trainer.
-        batch_size: Samples of the global batch.
+        job: The step.
         stages: `build_stages` of the layout, if the caller has them.
         ranks: The pipeline ranks. Default: all of them.
     """
-    stages = stages or build_stages(shape, layout)
-    schedule = build_schedule(layout, batch_size)
-    parameters = count_rank_parameters(shape, layout, stages)
+    stages = stages or build_stages(job.shape, job.layout)
+    pipeline = job.layout.pipeline
+    parameters = count_rank_parameters(job.shape, job.layout, stages)
     return tuple(
-        _estimate_rank(
-            shape,
-            layout,
-            software,
-            parameters[rank],
-            select_stages_of_rank(stages, rank, layout.pipeline),
-            schedule,
-            rank,
-        )
-        for rank in (range(layout.pipeline) if ranks is None else ranks)
+        _estimate_rank(job, parameters[rank], select_stages_of_rank(stages, rank, pipeline), rank)
+        for rank in (range(pipeline) if ranks is None else ranks)
     )
 
 
@@ -339,25 +315,18 @@ def count_own_parameters(
     return -(-(parameters - experts) // layout.shard_size) - (-experts // layout.expert_shards)
 
 
-def _estimate_rank(
-    shape: ModelShape,
-    layout: RankLayout,
-    software: Software,
-    parameters: int,
-    stages: Sequence[Stage],
-    schedule: PipelineSchedule,
-    rank: int,
-) -> RankMemory:
+def _estimate_rank(job: StepJob, parameters: int, stages: Sequence[Stage], rank: int) -> RankMemory:
     """Return the memory of pipeline rank `rank` with these parameters and stages."""
+    shape, layout, software = job.shape, job.layout, job.software
     held = estimate_stage_memory(
         shape, layout, software.optimizer, stages, parameters, half=software.half
     )
     # It is not known how other trainers allocate, so their formulas come with them.
     if software.memory is None:
-        peak = find_peak(shape, layout, software, stages, schedule, rank)
+        peak = find_peak(job, stages, rank)
         parts = (peak.weights, peak.gradients, peak.activations, peak.working, 0.0, peak.buffers)
     else:
-        parts = software.memory(shape, layout, software, held, parameters, stages, schedule, rank)
+        parts = software.memory(job, held, parameters, stages, rank)
     weights, gradients, activations, working, logits, buffers = parts
     tensors = held.master_weights + held.optimizer_states + sum(parts)
     return RankMemory(

@@ -8,14 +8,18 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import accumulate
 
 from megatron.base.errors import ConfigError
 from megatron.extras.planner.cost.hardware import Hardware
-from megatron.extras.planner.cost.layout import RankLayout, Software
+from megatron.extras.planner.cost.layout import RankLayout, Software, StepJob
 from megatron.extras.planner.cost.memory import BALANCED_ENDS, Verdict, build_stages
-from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
+from megatron.extras.planner.cost.step_prediction import StepPrediction
+from megatron.model.partition import GIVEN_SIZES
 from megatron.model.shape import ModelShape
 
+EQUAL_TIMES = GIVEN_SIZES
+"""Value of `RankLayout.partition` until `balance_stages` has found the sizes."""
 _SHARES = (Fraction(1), Fraction(3, 4), Fraction(2, 3), Fraction(1, 2), Fraction(1, 3))
 """Shares of recomputed layers that are tried."""
 _MAX_MICRO_BATCH = 16
@@ -186,6 +190,9 @@ def _list_stage_choices(
         return [(1, partitions[0])]
     if space.partition is None and _is_changed_by_balanced_ends(space, pipeline):
         partitions.append(BALANCED_ENDS)
+    # Equal numbers of layers take unequal times if the layers differ.
+    if space.partition is None and space.shape.linear_layers:
+        partitions.append(EQUAL_TIMES)
     # Stages need not be even without virtual stages.
     choices = [(1, partition) for partition in partitions]
     layers = space.shape.config.num_layers
@@ -208,6 +215,68 @@ def _is_changed_by_balanced_ends(space: SearchSpace, pipeline: int) -> bool:
     balanced = replace(layout, partition=BALANCED_ENDS)
     # Equal stages would be listed as two layouts.
     return build_stages(space.shape, layout) != build_stages(space.shape, balanced)
+
+
+def balance_stages(job: StepJob) -> StepJob:
+    """Return the job with the stages whose slowest one is fastest, without virtual stages."""
+    layout = replace(job.layout, virtual=1, partition="uniform")
+    # A stage for each layer has the time of the layer, with that of the ends of the model.
+    alone = replace(layout, pipeline=job.shape.config.num_layers)
+    passes = StepPrediction(replace(job, layout=alone)).passes
+    times = [each.forward.total + each.backward.total for each in passes]
+    sizes = divide_evenly(times, layout.pipeline)
+    return replace(job, layout=replace(layout, partition=GIVEN_SIZES + ",".join(map(str, sizes))))
+
+
+def divide_evenly(times: Sequence[float], stages: int) -> list[int]:
+    """Return how many layers each stage gets, so that the longest stage is as short as possible.
+
+    Among such divisions, the boundaries are near even shares.
+
+    Args:
+        times: Seconds of each layer, in order.
+        stages: Number of stages, at most that of layers.
+    """
+    ends = [0.0, *accumulate(times)]
+    longest = ends[-1]
+    lower = max(longest / stages, *times)
+    stops = _place_stages(ends, stages, longest)
+    # Each halving gives a bit of the shortest time.
+    for _ in range(40):
+        middle = (lower + longest) / 2
+        tried = _place_stages(ends, stages, middle)
+        if ends[tried[0]] <= middle:
+            longest, stops = middle, tried
+        else:
+            lower = middle
+    begin, sizes = 0, []
+    for stage, earliest in enumerate(stops, 1):
+        even = ends[-1] * stage / stages
+        stop = begin + 1
+        # Later stages fit from the earliest stop on. Each needs a layer.
+        while stop < len(times) - stages + stage and (
+            stop < earliest
+            or (
+                ends[stop + 1] - ends[begin] <= longest
+                and abs(ends[stop + 1] - even) < abs(ends[stop] - even)
+            )
+        ):
+            stop += 1
+        sizes.append(stop - begin)
+        begin = stop
+    return sizes
+
+
+def _place_stages(ends: Sequence[float], stages: int, longest: float) -> list[int]:
+    """Return where each stage stops at the earliest if no later one takes more than `longest`."""
+    stops = [len(ends) - 1]
+    for before in range(stages - 1, 0, -1):
+        begin = stops[0] - 1
+        # Each of the stages before needs a layer.
+        while begin > before and ends[stops[0]] - ends[begin - 1] <= longest:
+            begin -= 1
+        stops.insert(0, begin)
+    return stops
 
 
 def _iterate_sharding(space: SearchSpace, base: RankLayout) -> Iterator[RankLayout]:
@@ -312,9 +381,14 @@ def _predict_with(space: SearchSpace, software: Software) -> Iterator[StepPredic
         try:
             shape = space.get_shape(layout.tensor)
             used = space.choose_software(layout, software)
-            prediction = StepPrediction(
-                StepJob(shape, layout, space.batch_size, used, space.hardware)
-            )
+            job = StepJob(shape, layout, space.batch_size, used, space.hardware)
+            if layout.partition == EQUAL_TIMES:
+                job = balance_stages(job)
+                even, layout = replace(layout, partition="uniform"), job.layout
+                # Equal stages would be listed as two layouts.
+                if build_stages(shape, layout) == build_stages(shape, even):
+                    continue
+            prediction = StepPrediction(job)
         except ConfigError:
             # The layers or the vocabulary cannot be divided so.
             continue

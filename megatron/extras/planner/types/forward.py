@@ -149,7 +149,7 @@ class ForwardTypes:
             if spec.by_expert:
                 assert experts is not None, "a model with experts has their ranks"
                 # Rows of experts come from all ranks, so they are V over each axis. Ranks that
-                # have equal experts are no axis, and `update.py` checks their sums.
+                # have equal experts are no axis, and `typed_rank.py` checks their sums.
                 found[axis.name] = "R"
                 if axis.shares(list_offsets(experts.group)):
                     found[axis.name] = "V"

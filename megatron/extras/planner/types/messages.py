@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron.engine.pipeline_runner import _Stage, _StageModule
 from megatron.extras.planner.dry_run.fake_gpu import find_line, name_dtype
+from megatron.extras.planner.types.check import STEP, Message, RankTypes, Transfer
 from megatron.extras.planner.types.forward import (
     Offsets,
     choose_variant,
@@ -19,7 +20,6 @@ from megatron.extras.planner.types.forward import (
     list_ranks,
 )
 from megatron.extras.planner.types.gradients import GradientFlow
-from megatron.extras.planner.types.record import STEP, Message, RankTypes, Transfer
 from megatron.extras.watch.operator_mode import CollectiveCall, OperatorMode
 from megatron.parallel.spmd import DECLARED, SpmdRule
 

@@ -27,7 +27,7 @@ from megatron.extras.planner.verify.recording import (
 )
 from megatron.extras.planner.verify.reduction import DROPPED
 from megatron.extras.planner.verify.reference import ReferenceRun, ReferenceStep
-from megatron.extras.planner.verify.reference_dropout import list_microbatches
+from megatron.extras.planner.verify.reference_layers import list_microbatches
 from megatron.extras.planner.verify.reference_optimizer import get_decays
 from megatron.model.inputs import Inputs
 from megatron.plan.run_plan import Plan

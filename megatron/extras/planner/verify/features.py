@@ -168,7 +168,7 @@ def list_features(plan: Plan) -> Iterator[str]:
         "exchange of heads between ranks of a sequence": parallel.exchanges_heads,
         "rates and factors that depend on the size": model.parametrization != "standard",
         "grouped queries": plan.shape.query_groups < model.num_attention_heads,
-        "latent attention": model.multi_latent_attention,
+        "latent attention": plan.shape.attention == "latent",
         "query groups that ranks share": plan.shape.query_groups < plan.grid.tensor,
         "experts": model.num_experts,
         "gated delta nets": plan.shape.linear_layers,

@@ -29,6 +29,7 @@ from megatron.extras.planner.verify.features import (
 )
 from megatron.extras.planner.verify.reference_optimizer import FORMULAS
 from megatron.extras.step.float8.recipe import MULTIPLE
+from megatron.model.partition import GIVEN_SIZES
 from megatron.parallel.grid import Grid
 from megatron.plan.resolve import resolve
 from megatron.plan.run_plan import Plan
@@ -302,7 +303,7 @@ def _reduce_model(plan: Plan, grid: Grid) -> Values:
         "model.max_position_embeddings": length + 8 * (table > model.seq_length),
         "model.sliding_window": _choose_window(plan, grid),
     }
-    if model.multi_latent_attention:
+    if shape.attention == "latent":
         # Each width is another one.
         values |= {"model.kv_lora_rank": 20, "model.qk_head_dim": 6, "model.v_head_dim": 10}
         values |= {"model.qk_pos_emb_head_dim": 4}
@@ -590,6 +591,9 @@ def _choose_layers(plan: Plan, values: Values, world_size: int) -> Plan:
             # Both kinds of layers. Of those with attention, the pattern above chooses the first.
             chosen = [str(int(number % 3 == 0)) for number in range(layers)]
             values["model.linear_attention_freq"] = f"[{','.join(chosen)}]"
+        if (plan.config.parallel.pp_partition_method or "").startswith(GIVEN_SIZES):
+            sizes = [layers // stages + (number < layers % stages) for number in range(stages)]
+            values["parallel.pp_partition_method"] = GIVEN_SIZES + ",".join(map(str, sizes))
         plans.append(resolve(build_config(values), world_size))
         if (len(set(plans[-1].layers_per_stage)) > 1) == uneven and not plans[-1].errors:
             return plans[-1]

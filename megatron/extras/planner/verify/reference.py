@@ -11,7 +11,7 @@
 | loss, z-loss      | `model/loss.py`, fused and sharded    | torch's cross entropy             |
 | losses of experts | `model/experts/routing.py`            | formulas of this module           |
 | recomputation     | as configured                         | none                              |
-| dropout masks     | `parallel/rng.py`, for each slice     | formulas of `reference_dropout`   |
+| dropout masks     | `parallel/rng.py`, for each slice     | formulas of `reference_layers`    |
 | norm and clipping | sums over ranks                       | a sum over parameters             |
 | optimizer         | `engine/optimizer.py` and others      | torch's AdamW, or formulas        |
 | resume            | at step 2                             | none                              |
@@ -38,8 +38,7 @@ from megatron.config.loss import LossConfig
 from megatron.config.tree import Config
 from megatron.extras.planner.verify.recording import ActivationTrace
 from megatron.extras.planner.verify.reduction import COMPARED, DROPPED, EOD, use_one_process
-from megatron.extras.planner.verify.reference_delta_net import use_recurrence
-from megatron.extras.planner.verify.reference_dropout import use_masks
+from megatron.extras.planner.verify.reference_layers import use_masks, use_recurrence
 from megatron.extras.planner.verify.reference_optimizer import (
     Moments,
     Rates,

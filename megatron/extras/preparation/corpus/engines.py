@@ -28,8 +28,7 @@ from megatron.base.errors import ConfigError, MegatronError, describe_os_error
 from megatron.base.outside_file import INDEX_BYTES, load_json
 from megatron.base.plain_text import format_count, print_to_stderr
 from megatron.config.data import TokenizerConfig
-from megatron.extras.preparation.corpus.shards import CorpusJob, ShardMaker
-from megatron.extras.preparation.corpus.sources import InputFile
+from megatron.extras.preparation.corpus.shards import CorpusJob, InputFile, ShardMaker
 
 EngineName = Literal["local", "slurm", "ray"]
 _TASK = (sys.executable, "-m", "megatron.extras.preparation.corpus.engines")

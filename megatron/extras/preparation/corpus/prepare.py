@@ -14,8 +14,13 @@ from megatron.base.outside_file import load_json
 from megatron.base.plain_text import format_count
 from megatron.extras.preparation.corpus.engines import EngineName, run_tasks
 from megatron.extras.preparation.corpus.manifest import Corpus, Shard
-from megatron.extras.preparation.corpus.shards import SCRATCH, CorpusJob, list_changes
-from megatron.extras.preparation.corpus.sources import InputFile, list_inputs
+from megatron.extras.preparation.corpus.shards import (
+    SCRATCH,
+    CorpusJob,
+    InputFile,
+    list_changes,
+    list_inputs,
+)
 from megatron.extras.preparation.preprocess.build_dataset import NO_EOD
 from megatron.extras.preparation.preprocess.input_files import leave_out_output
 from megatron.extras.preparation.preprocess.journal import lock_output

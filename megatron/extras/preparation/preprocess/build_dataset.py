@@ -19,7 +19,11 @@ from megatron.base.plain_text import print_to_stderr
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed import choose_dtype, get_bin_path, get_idx_path
 from megatron.data.tokenizer_record import describe_tokenizer, write_record
-from megatron.extras.preparation.preprocess.encoders import EncoderMismatchError, choose_encoder
+from megatron.extras.preparation.preprocess.encoders import (
+    EncoderMismatchError,
+    choose_encoder,
+    sample_texts,
+)
 from megatron.extras.preparation.preprocess.input_files import expand_inputs, leave_out_output
 from megatron.extras.preparation.preprocess.inputs import BLOCK_BYTES, read_blocks
 from megatron.extras.preparation.preprocess.journal import (
@@ -30,7 +34,6 @@ from megatron.extras.preparation.preprocess.journal import (
     lock_output,
     publish,
 )
-from megatron.extras.preparation.preprocess.sampling import sample_texts
 from megatron.extras.preparation.preprocess.texts import BadLine
 from megatron.extras.preparation.preprocess.workers import Encoded, EncodingJob, encode_blocks
 from megatron.extras.samples.stream.filters import SpecialTokenCounter

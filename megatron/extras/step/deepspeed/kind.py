@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.base.errors import ConfigError
+from megatron.config.fields import ConfigWithOrigin
+from megatron.config.model import ATTENTION_FIELDS
 from megatron.config.table import Absent, Table
 from megatron.config.tree import Config
 from megatron.engine.kind import BuildEngine, EngineKind, FileSettings
@@ -118,21 +120,13 @@ def check_settings(plan: Plan) -> Iterator[Finding]:
 
 def check_model(plan: Plan) -> Iterator[Finding]:
     """Check that the model has no experts, and only usual attention."""
-    if plan.config.model.multi_latent_attention:
-        yield error(
-            "--multi-latent-attention was not compared with DeepSpeed's engine; remove --deepspeed"
-        )
-    if plan.config.model.softmax_type != "vanilla":
-        yield error(
-            f"--softmax-type {plan.config.model.softmax_type} was not compared with DeepSpeed; "
-            "remove --deepspeed"
-        )
-    variant = plan.config.model.experimental_attention_variant
-    if variant is not None:
-        yield error(
-            f"--experimental-attention-variant {variant} was not compared with DeepSpeed's engine; "
-            "remove --deepspeed"
-        )
+    settings = ConfigWithOrigin(plan.config, {})
+    for dotted in (*ATTENTION_FIELDS.values(), "model.softmax_type"):
+        if settings.is_changed(dotted):
+            yield error(
+                f"{settings.describe(dotted)} was not compared with DeepSpeed's engine; remove "
+                "--deepspeed"
+            )
     experts = plan.config.model.num_experts
     if experts is not None:
         yield error(
