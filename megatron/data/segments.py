@@ -332,7 +332,9 @@ class History:
         """
         first, *later = phases
         history = cls([make_first_segment(first)], registry).extend(first, first.num_samples)
-        return history._append_phases(later, [])
+        if later:
+            history = history._append_phases(later, [])
+        return history
 
     def resume(self, consumed: int, phases: Sequence[RequestedData]) -> "History":
         """Return the history with which a run continues.

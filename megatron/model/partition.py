@@ -7,7 +7,7 @@ stages are stages like the others, and are dealt to the ranks in turn.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -61,7 +61,9 @@ def partition(shape: ModelShape, parallel: ParallelConfig) -> tuple[Stage, ...]:
     method = parallel.pp_partition_method or "uniform"
     if method.startswith(GIVEN_SIZES):
         return _make_stages([0, *accumulate(_read_sizes(method, layers, ranks))])
-    ends = _weigh_ends(shape, method)
+    ends = 0.0
+    if method.lower() != "uniform":
+        ends = _weigh_ends(shape, method)
     if per_virtual is None:
         return _make_stages(_choose_even_boundaries(layers, ranks, ends))
     if ranks == 1:
@@ -101,22 +103,18 @@ def select_stages_of_rank(
     return tuple(stages[pipeline_rank::pipeline_size])
 
 
-def count_layers_per_rank(stages: Sequence[Stage], pipeline_size: int) -> tuple[int, ...]:
-    """Return the number of transformer layers on each pipeline rank, over all its stages."""
-    return tuple(
-        sum(len(stage.layers) for stage in select_stages_of_rank(stages, rank, pipeline_size))
-        for rank in range(pipeline_size)
-    )
-
-
-def count_chosen_layers_per_rank(
-    stages: Sequence[Stage], pipeline_size: int, chosen: frozenset[int]
+def count_layers_per_rank(
+    stages: Sequence[Stage], pipeline_size: int, chosen: Container[int] | None = None
 ) -> tuple[int, ...]:
-    """Return how many of the chosen layers each pipeline rank has, over all its stages."""
+    """Return the number of transformer layers on each pipeline rank, over all its stages.
+
+    If some are chosen, the others do not count.
+    """
     return tuple(
         sum(
-            len(chosen.intersection(stage.layers))
+            chosen is None or layer in chosen
             for stage in select_stages_of_rank(stages, rank, pipeline_size)
+            for layer in stage.layers
         )
         for rank in range(pipeline_size)
     )
@@ -166,8 +164,8 @@ def _choose_even_boundaries(layers: int, stages: int, ends: float) -> list[int]:
 def _weigh_ends(shape: ModelShape, method: str) -> float:
     """Return the weight of the embedding, and also of the output projection, in layers.
 
-    "uniform" counts layers. "type:transformer|embedding" also counts each of the two ends as a
-    layer. "parameters" counts parameters.
+    "type:transformer|embedding" counts each of the two ends as a layer, like the others.
+    "parameters" counts parameters. "uniform", which counts layers only, does not come here.
     """
     method = method.lower()
     if method == "parameters":
@@ -191,8 +189,6 @@ def _weigh_ends(shape: ModelShape, method: str) -> float:
                 f"--pp-partition-method {method}: {failure}; write it as in "
                 "type:transformer|embedding."
             ) from None
-    if method == "uniform":
-        return 0.0
     raise ConfigError(
         f"--pp-partition-method {method} is unknown; use uniform, parameters, type:REGEX or "
         "layers:SIZES."

@@ -7,10 +7,12 @@ collected in `Plan.errors` and none is raised.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from megatron.base.errors import ConfigError, MegatronError
 from megatron.base.plain_text import format_alternatives, format_count
+from megatron.config.data import DataConfig
 from megatron.config.fields import ConfigWithOrigin
 from megatron.config.loss import LOSS_MEAN
 from megatron.config.optimizer import OptimizerConfig
@@ -19,7 +21,6 @@ from megatron.data.phases import PlannedPhase, check_phase_data, plan_phases, re
 from megatron.model import flops
 from megatron.model.partition import (
     Stage,
-    count_chosen_layers_per_rank,
     count_layers_per_rank,
     make_single_stage,
     partition,
@@ -155,9 +156,11 @@ def resolve(
     if usable.curriculum.curriculum_schedule_type is not None:
         curriculum = attempt(lambda: usable.curriculum.build(usable.model.seq_length), None)
     data_phases: tuple[PlannedPhase, ...] = ()
-    if vocab_size is None:
+    file = usable.data.data_phases
+    if vocab_size is None and file is not None and not usable.data.mock_data:
         steps = Steps(batch_size, usable.model.seq_length, curriculum)
-        data_phases = attempt(lambda: _plan_data_phases(usable, steps, start), data_phases)
+        plan_of_file = partial(_plan_data_phases, file, usable.data, steps, start)
+        data_phases = attempt(plan_of_file, data_phases)
     ranks = parallel.pipeline_model_parallel_size
     plan = Plan(
         config=usable,
@@ -172,9 +175,9 @@ def resolve(
             shape,
             tensor,
             count_layers_per_rank(stages, ranks),
-            count_chosen_layers_per_rank(stages, ranks, shape.expert_layers),
+            count_layers_per_rank(stages, ranks, shape.expert_layers),
             parallel.expert_model_parallel_size,
-            count_chosen_layers_per_rank(stages, ranks, shape.linear_layers),
+            count_layers_per_rank(stages, ranks, shape.linear_layers),
         ),
         batch_size=batch_size,
         train_iters=train_iters,
@@ -438,18 +441,17 @@ def _build_lr_schedule(
     return schedule
 
 
-def _plan_data_phases(config: Config, steps: Steps, position: Progress) -> tuple[PlannedPhase, ...]:
-    """Read --data-phases and find where each phase begins. There are none without the flag.
+def _plan_data_phases(
+    file: str, config: DataConfig, steps: Steps, position: Progress
+) -> tuple[PlannedPhase, ...]:
+    """Read the file of --data-phases and find where each phase begins.
 
     Raises:
         ConfigError: The file cannot be read or has errors.
     """
-    path = config.data.data_phases
-    if path is None or config.data.mock_data:
-        return ()
-    phases = read_phases(path, streamed=config.data.dataset_format is not None)
+    phases = read_phases(file, streamed=config.dataset_format is not None)
     for phase in phases:
-        check_phase_data(config.data, phase)
+        check_phase_data(config, phase)
     return plan_phases(phases, steps, position)
 
 

@@ -15,8 +15,8 @@ def check_addresses(settings: ConfigWithOrigin) -> Iterator[Finding]:
     for name in ("save", "load", "pretrained_checkpoint"):
         address = getattr(checkpoint, name) or ""
         found |= is_url(address)
-        mistake = find_address_mistake(address)
-        if mistake is not None:
+        # Every address has a scheme, whose slashes may be wrong.
+        if ":" in address and (mistake := find_address_mistake(address)) is not None:
             yield error(f"--{name.replace('_', '-')} {mistake}.")
     if found and checkpoint.local_dir is None:
         yield error(
