@@ -52,6 +52,7 @@ _LOSS_SCALE = (
     *("precision.loss_scale", "precision.initial_loss_scale", "precision.min_loss_scale"),
     *("precision.loss_scale_window", "precision.hysteresis"),
 )
+_NOT_COMPARED = ": they were not compared with each other"
 
 _WITHOUT_KERNEL = [name for name, row in ACTIVATIONS.list_rows() if not row.has_kernel]
 
@@ -100,17 +101,12 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     OneOf(("model.activation", "model.glu_activation"), ": the first is for an MLP without a gate"),
     if_given(model.check_query_key_norm, "model.qk_norm"),
     if_given(model.check_softmax, "model.softmax_type"),
-    if_given(model.check_output_gate, "model.attention_output_gate"),
+    OneOf(("model.attention_output_gate", "parallel.deepspeed"), _NOT_COMPARED),
     if_given(model.check_parametrization, "model.parametrization"),
     if_given(latent_attention.check_latent_attention, latent_attention.LATENT),
     if_given(linear_attention.check_linear_attention, linear_attention.VARIANT),
     needs(linear_attention.FREQUENCY, ", as in Qwen3-Next with 4", linear_attention.VARIANT),
-    Forbids(
-        lambda config: config.model.experimental_attention_variant is not None,
-        error,
-        f"was not compared with {{{linear_attention.VARIANT}}}; leave one of them out",
-        ("precision.fp8_format", "model.parametrization"),
-    ),
+    OneOf((linear_attention.VARIANT, "model.parametrization"), _NOT_COMPARED),
     if_given(experts.check_experts, experts.NUMBER),
     if_given(model.check_positions_cover_sequence, "model.max_position_embeddings"),
     data.check_split_weights,

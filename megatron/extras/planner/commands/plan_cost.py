@@ -38,7 +38,11 @@ from megatron.extras.planner.cost.layers import Seconds
 from megatron.extras.planner.cost.memory import Verdict
 from megatron.extras.planner.cost.search import balance_stages
 from megatron.extras.planner.cost.step_prediction import StepPrediction
-from megatron.extras.planner.prediction import can_be_predicted, predict_plan
+from megatron.extras.planner.prediction import (
+    can_be_predicted,
+    find_float8_obstacle,
+    predict_plan,
+)
 from megatron.extras.step.float8.recipe import MULTIPLE, fits_float8, list_float8_layers
 from megatron.model.layer_parts import get_activation
 from megatron.plan.run_plan import Plan
@@ -342,9 +346,8 @@ def _format_float8(plan: Plan, prediction: StepPrediction) -> list[str]:
         return []
     if config.precision.fp8_emulate:
         return [_format_row("  float8", "emulated. The times and the memory are those without it")]
-    name = prediction.job.hardware.name
-    if prediction.job.software.float8 is None:
-        text = f"{name} has no such products. The times and the memory are those without float8"
+    if obstacle := find_float8_obstacle(config, prediction.job.hardware):
+        text = f"{obstacle}. The times and the memory are those without float8"
         return [_format_row("  float8", text)]
     layers = list_float8_layers(config)
     sizes = sorted({each.complete for each in list_linears(plan.shape, 1)})
