@@ -31,9 +31,6 @@ def find_graph_obstacle(plan: Plan) -> str | None:
         "the stages of a pipeline send messages": plan.pipeline_size > 1,
         "several ranks share the weights, which FSDP2 gathers": plan.weight_ranks > 1,
         "each expert gets another number of tokens": config.model.num_experts is not None,
-        "gated delta nets were not recorded": (
-            config.model.experimental_attention_variant is not None
-        ),
         "latent attention was not recorded": config.model.multi_latent_attention,
         "the number of documents differs": config.data.reset_attention_mask,
         "--checkpoint-in-cpu copies to host memory": config.recompute.checkpoint_in_cpu,
@@ -46,6 +43,8 @@ def find_default_obstacle(plan: Plan) -> str | None:
     reason = find_graph_obstacle(plan)
     if reason is None and plan.world_size > 1:
         return "graphs with messages between ranks have not run on several GPUs"
+    if reason is None and plan.shape.linear_layers:
+        return "no GPU has recorded gated delta nets"
     return reason
 
 
