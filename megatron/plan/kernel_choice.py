@@ -163,7 +163,6 @@ def _find_obstacle(name: str, plan: Plan, device: KernelDevice) -> str | None:
         or config.model.multi_latent_attention,
         "bias_swiglu_fusion": not get_activation(config.model).has_kernel,
         "residual_norm_fusion": not config.model.has_norms_first
-        or config.model.apply_layernorm_1p
         or config.precision.fp32_residual_connection,
         "adamw_fusion": config.optimizer.optimizer != "adam" or config.parallel.deepspeed,
     }

@@ -576,10 +576,6 @@ UNUSUAL: list[tuple[dict[str, object], str]] = [
         "--residual-norm-fusion has no effect without --norm-placement input.",
     ),
     (
-        {"residual_norm_fusion": True, "apply_layernorm_1p": True},
-        "--residual-norm-fusion has no effect with --apply-layernorm-1p, which no kernel has",
-    ),
-    (
         {"bias_swiglu_fusion": True},
         "--bias-swiglu-fusion has no effect with an activation that has no kernel: gelu",
     ),

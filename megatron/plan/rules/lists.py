@@ -282,11 +282,6 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
         lambda config: not config.model.has_norms_first,
         "kernels.residual_norm_fusion",
     ),
-    no_effect(
-        "with {model.apply_layernorm_1p}, which no kernel has",
-        lambda config: config.model.apply_layernorm_1p,
-        "kernels.residual_norm_fusion",
-    ),
     no_effect_unless("optimizer.optimizer", ("adam",), "kernels.adamw_fusion"),
     no_effect("with --deepspeed", lambda c: c.parallel.deepspeed, "kernels.adamw_fusion"),
     no_effect(

@@ -27,6 +27,7 @@ def _add(
     bias: Tensor | None,
     eps: float,
     centred: bool,
+    shift: float,
 ) -> list[Tensor]:
     """Return the norm and its statistics, and the sum if there is a branch."""
     from megatron.extras.step.kernels.residual_norm_kernel import launch_forward
@@ -36,7 +37,7 @@ def _add(
     if branch is not None:
         total = results[2]
         branch = branch.contiguous()
-    launch_forward(x.contiguous(), branch, weight, bias, total, results[0], results[1], eps)
+    launch_forward(x.contiguous(), branch, weight, bias, total, results[0], results[1], eps, shift)
     return results
 
 
@@ -48,6 +49,7 @@ def _differentiate(
     weight: Tensor,
     statistics: Tensor,
     has_bias: bool,
+    shift: float,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of the sum, and those of weight and bias in one tensor."""
     from megatron.extras.step.kernels.residual_norm_kernel import (
@@ -67,6 +69,7 @@ def _differentiate(
         grad,
         parts,
         grad_vectors,
+        shift,
     )
     return grad, grad_vectors
 
@@ -93,6 +96,7 @@ def _(
     bias: Tensor | None,
     eps: float,
     centred: bool,
+    shift: float,
 ) -> list[Tensor]:
     return _make_results(x, branch, centred)
 
@@ -105,6 +109,7 @@ def _(
     weight: Tensor,
     statistics: Tensor,
     has_bias: bool,
+    shift: float,
 ) -> tuple[Tensor, Tensor]:
     return _make_gradients(total, weight, has_bias)
 
@@ -121,20 +126,21 @@ class _AddAndNormalise(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         centred: bool,
+        shift: float,
     ) -> tuple[Tensor, Tensor]:
-        results = _add(x, branch, weight, bias, eps, centred)
+        results = _add(x, branch, weight, bias, eps, centred, shift)
         # An output must not be an input itself.
         total = x.view_as(x) if branch is None else results[2]
         ctx.save_for_backward(total, weight, results[1])
-        ctx.has_branch, ctx.has_bias = branch is not None, bias is not None
+        ctx.has_branch, ctx.has_bias, ctx.shift = branch is not None, bias is not None, shift
         return total, results[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad, vectors = _differentiate(*grads, *ctx.saved_tensors, ctx.has_bias)
+        grad, vectors = _differentiate(*grads, *ctx.saved_tensors, ctx.has_bias, ctx.shift)
         of_branch = grad if ctx.has_branch else None
         of_bias = vectors[1] if ctx.has_bias else None
-        return grad, of_branch, vectors[0], of_bias, None, None
+        return grad, of_branch, vectors[0], of_bias, None, None, None
 
 
 NORM_KERNELS = Table(
@@ -149,11 +155,12 @@ def add_and_normalise(x: Tensor, branch: Tensor | None, norm: Norm) -> tuple[Ten
     """Return x + branch and its norm. See `AddAndNormalise`.
 
     A residual stream in fp32 has weights of another dtype. PyTorch's operators compute it, a norm
-    without a kernel or with --apply-layernorm-1p, and what torch.compile traces.
+    without a kernel, and what torch.compile traces.
     """
-    centred = None if norm.zero_centred else NORM_KERNELS.get(norm.name)
+    centred = NORM_KERNELS.get(norm.name)
     if centred is None or x.dtype != norm.weight.dtype or torch.compiler.is_compiling():
         total = x if branch is None else x + branch
         return total, norm(total)
-    total, out = _AddAndNormalise.apply(x, branch, norm.weight, norm.bias, norm.eps, centred)
+    shift = float(norm.zero_centred)
+    total, out = _AddAndNormalise.apply(x, branch, norm.weight, norm.bias, norm.eps, centred, shift)
     return total, out

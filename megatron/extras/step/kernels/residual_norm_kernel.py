@@ -29,6 +29,7 @@ def _forward(
     rows,
     width,
     eps,
+    shift,
     has_branch: tl.constexpr,
     has_bias: tl.constexpr,
     centred: tl.constexpr,
@@ -51,7 +52,7 @@ def _forward(
         value = tl.where(present, value - mean, 0.0)
     rstd = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
     tl.store(statistics + row, rstd)
-    value = value * rstd * tl.load(weight + column, mask=present, other=0.0).to(tl.float32)
+    value *= rstd * (tl.load(weight + column, mask=present, other=0.0).to(tl.float32) + shift)
     if has_bias:
         value += tl.load(bias + column, mask=present, other=0.0).to(tl.float32)
     tl.store(out + index, value.to(out.dtype.element_ty), mask=present)
@@ -68,6 +69,7 @@ def _backward(
     parts,
     rows,
     width,
+    shift,
     has_bias: tl.constexpr,
     centred: tl.constexpr,
     block: tl.constexpr,
@@ -77,7 +79,7 @@ def _backward(
     programs = tl.num_programs(0)
     column = tl.arange(0, block)
     present = column < width
-    w = tl.load(weight + column, mask=present, other=0.0).to(tl.float32)
+    w = tl.load(weight + column, mask=present, other=0.0).to(tl.float32) + shift
     grad_weight = tl.zeros((block,), dtype=tl.float32)
     grad_bias = tl.zeros((block,), dtype=tl.float32)
     for turn in range(tl.cdiv(rows - program, programs)):
@@ -137,6 +139,7 @@ def launch_forward(
     out: Tensor,
     statistics: Tensor,
     eps: float,
+    shift: float,
 ) -> None:
     """Write x + branch and its norm. All tensors are contiguous.
 
@@ -149,6 +152,7 @@ def launch_forward(
         out: Same shape as x, the norm.
         statistics: [1 or 2, rows] in fp32: 1 / standard deviation, and the mean of LayerNorm.
         eps: Added to the variance or to the mean square.
+        shift: Added to the weight: 1 if it is stored minus 1, and 0 otherwise.
     """
     centred, rows, width, block, warps = _measure(out, statistics)
     _forward[(rows,)](
@@ -162,6 +166,7 @@ def launch_forward(
         rows,
         width,
         eps,
+        shift,
         branch is not None,
         bias is not None,
         centred,
@@ -179,6 +184,7 @@ def launch_backward(
     grad: Tensor,
     parts: Tensor,
     grad_vectors: Tensor,
+    shift: float,
 ) -> None:
     """Write the gradients of the sum, the weight and the bias. All tensors are contiguous.
 
@@ -191,6 +197,7 @@ def launch_backward(
         grad: Same shape as the sum, its gradient.
         parts: [programs, vectors, h] in fp32, overwritten.
         grad_vectors: [vectors, h], the gradients of the weight, and of the bias if there is one.
+        shift: That of the forward kernel.
     """
     centred, rows, width, block, warps = _measure(grad, statistics)
     programs, vectors, _ = parts.shape
@@ -204,6 +211,7 @@ def launch_backward(
         parts,
         rows,
         width,
+        shift,
         vectors == 2,
         centred,
         block,
