@@ -56,7 +56,7 @@ def test_what_does_not_fit_is_an_error_with_a_way_out(
 def test_deepspeed_is_refused() -> None:
     _, problem = DEEPSPEED.list_unsupported(plan("--deepspeed --softmax-type learnable"))
     assert problem == (
-        "--softmax-type learnable was not compared with DeepSpeed; remove --deepspeed"
+        "--softmax-type learnable was not compared with DeepSpeed's engine; remove --deepspeed"
     )
     (problem,) = DEEPSPEED.list_unsupported(plan("--deepspeed"))
     assert "--context-parallel-size 4" in problem

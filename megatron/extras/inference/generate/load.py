@@ -24,7 +24,7 @@ from megatron.console.checkpoint_path import locate_checkpoint
 from megatron.extras.inference.generate.staged_model import StagedModel
 from megatron.model.experts.routing import list_balance, list_routers
 from megatron.model.gpt import GPT
-from megatron.model.partition import GIVEN_SIZES, Stage, partition
+from megatron.model.partition import Stage, partition
 from megatron.model.shape import ModelShape
 from megatron.parallel.grid import Grid
 from megatron.parallel.launcher import read_launcher_world
@@ -193,17 +193,10 @@ def load_part(checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype) -> StagedM
             layer.
     """
     config = checkpoint.read_config()
-    # The layout of the training has no effect here, except the method of the partition.
-    parallel = replace(
-        config.parallel,
-        tensor_model_parallel_size=mesh.grid.tensor,
-        pipeline_model_parallel_size=mesh.grid.pipeline,
-        num_layers_per_virtual_pipeline_stage=None,
-        sequence_parallel=False,
+    # The layout of the training has no effect here.
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=mesh.grid.tensor, pipeline_model_parallel_size=mesh.grid.pipeline
     )
-    if (parallel.pp_partition_method or "").startswith(GIVEN_SIZES):
-        # They are the sizes of the stages that trained.
-        parallel = replace(parallel, pp_partition_method=None)
     _check_parts(config, parallel)
     stages = partition(read_shape(checkpoint, mesh.grid.tensor), parallel)
     stage = stages[mesh.coordinate.pipeline]

@@ -118,22 +118,16 @@ def check_settings(plan: Plan) -> Iterator[Finding]:
 
 def check_model(plan: Plan) -> Iterator[Finding]:
     """Check that the model has no experts, and only usual attention."""
-    if plan.config.model.multi_latent_attention:
-        yield error(
-            "--multi-latent-attention was not compared with DeepSpeed's engine; remove --deepspeed"
-        )
-    if plan.config.model.softmax_type != "vanilla":
-        yield error(
-            f"--softmax-type {plan.config.model.softmax_type} was not compared with DeepSpeed; "
-            "remove --deepspeed"
-        )
-    variant = plan.config.model.experimental_attention_variant
-    if variant is not None:
-        yield error(
-            f"--experimental-attention-variant {variant} was not compared with DeepSpeed's engine; "
-            "remove --deepspeed"
-        )
-    experts = plan.config.model.num_experts
+    model = plan.config.model
+    variant = model.experimental_attention_variant
+    refused = {
+        "--multi-latent-attention": model.multi_latent_attention,
+        f"--softmax-type {model.softmax_type}": model.softmax_type != "vanilla",
+        f"--experimental-attention-variant {variant}": variant is not None,
+    }
+    for flag in (flag for flag, asked in refused.items() if asked):
+        yield error(f"{flag} was not compared with DeepSpeed's engine; remove --deepspeed")
+    experts = model.num_experts
     if experts is not None:
         yield error(
             f"--num-experts {experts}: DeepSpeed would divide the gradients of experts by another "

@@ -189,10 +189,8 @@ class Float8Engine(NativeEngine):
         groups = list(self._list_groups())
         # Weights with the same input share its rounded values.
         used = [group for group in groups if all(fits_float8(it.shape) for it in group)]
-        names = {it.name for group in used for it in group}
-        self._skipped = {
-            it.path: it.shape for group in groups for it in group if it.name not in names
-        }
+        skipped = (group for group in groups if group not in used)
+        self._skipped = {it.path: it.shape for group in skipped for it in group}
         self._maxima = WeightMaxima(
             {weight.name: self._count_scales(weight) for group in used for weight in group},
             self._masters,

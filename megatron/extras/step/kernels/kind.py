@@ -97,11 +97,9 @@ def add_attention(softmax_type: str, operators: FusedOperators | None = None) ->
 
 def find_delta_rule(plan: Plan) -> bool:
     """Return whether the model has the gated delta rule in 16 bits, and fla-core is installed."""
-    config = plan.config
-    if config.model.experimental_attention_variant != "gated_delta_net":
-        return False
-    in_16_bits = config.precision.bf16 or config.precision.fp16
-    return in_16_bits and importlib.util.find_spec("fla") is not None
+    in_16_bits = plan.config.precision.bf16 or plan.config.precision.fp16
+    found = in_16_bits and bool(plan.shape.linear_layers)
+    return found and importlib.util.find_spec("fla") is not None
 
 
 def add_delta_rule(plan: Plan, operators: FusedOperators | None = None) -> FusedOperators:

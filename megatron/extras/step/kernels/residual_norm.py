@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.table import Absent, Table
-from megatron.model.norm import Norm
+from megatron.model.norm import Norm, add_one
 from megatron.parallel.torch_private import make_operator
 
 
@@ -27,7 +27,6 @@ def _add(
     bias: Tensor | None,
     eps: float,
     centred: bool,
-    shift: float,
 ) -> list[Tensor]:
     """Return the norm and its statistics, and the sum if there is a branch."""
     from megatron.extras.step.kernels.residual_norm_kernel import launch_forward
@@ -37,7 +36,7 @@ def _add(
     if branch is not None:
         total = results[2]
         branch = branch.contiguous()
-    launch_forward(x.contiguous(), branch, weight, bias, total, results[0], results[1], eps, shift)
+    launch_forward(x.contiguous(), branch, weight, bias, total, results[0], results[1], eps)
     return results
 
 
@@ -49,7 +48,6 @@ def _differentiate(
     weight: Tensor,
     statistics: Tensor,
     has_bias: bool,
-    shift: float,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of the sum, and those of weight and bias in one tensor."""
     from megatron.extras.step.kernels.residual_norm_kernel import (
@@ -69,7 +67,6 @@ def _differentiate(
         grad,
         parts,
         grad_vectors,
-        shift,
     )
     return grad, grad_vectors
 
@@ -96,7 +93,6 @@ def _(
     bias: Tensor | None,
     eps: float,
     centred: bool,
-    shift: float,
 ) -> list[Tensor]:
     return _make_results(x, branch, centred)
 
@@ -109,7 +105,6 @@ def _(
     weight: Tensor,
     statistics: Tensor,
     has_bias: bool,
-    shift: float,
 ) -> tuple[Tensor, Tensor]:
     return _make_gradients(total, weight, has_bias)
 
@@ -126,21 +121,20 @@ class _AddAndNormalise(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         centred: bool,
-        shift: float,
     ) -> tuple[Tensor, Tensor]:
-        results = _add(x, branch, weight, bias, eps, centred, shift)
+        results = _add(x, branch, weight, bias, eps, centred)
         # An output must not be an input itself.
         total = x.view_as(x) if branch is None else results[2]
         ctx.save_for_backward(total, weight, results[1])
-        ctx.has_branch, ctx.has_bias, ctx.shift = branch is not None, bias is not None, shift
+        ctx.has_branch, ctx.has_bias = branch is not None, bias is not None
         return total, results[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad, vectors = _differentiate(*grads, *ctx.saved_tensors, ctx.has_bias, ctx.shift)
+        grad, vectors = _differentiate(*grads, *ctx.saved_tensors, ctx.has_bias)
         of_branch = grad if ctx.has_branch else None
         of_bias = vectors[1] if ctx.has_bias else None
-        return grad, of_branch, vectors[0], of_bias, None, None, None
+        return grad, of_branch, vectors[0], of_bias, None, None
 
 
 NORM_KERNELS = Table(
@@ -161,6 +155,7 @@ def add_and_normalise(x: Tensor, branch: Tensor | None, norm: Norm) -> tuple[Ten
     if centred is None or x.dtype != norm.weight.dtype or torch.compiler.is_compiling():
         total = x if branch is None else x + branch
         return total, norm(total)
-    shift = float(norm.zero_centred)
-    total, out = _AddAndNormalise.apply(x, branch, norm.weight, norm.bias, norm.eps, centred, shift)
+    # The kernels take a weight in fp32 too.
+    weight = add_one(norm.weight) if norm.zero_centred else norm.weight
+    total, out = _AddAndNormalise.apply(x, branch, weight, norm.bias, norm.eps, centred)
     return total, out

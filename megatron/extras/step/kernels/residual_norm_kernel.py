@@ -29,7 +29,6 @@ def _forward(
     rows,
     width,
     eps,
-    shift,
     has_branch: tl.constexpr,
     has_bias: tl.constexpr,
     centred: tl.constexpr,
@@ -52,7 +51,7 @@ def _forward(
         value = tl.where(present, value - mean, 0.0)
     rstd = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
     tl.store(statistics + row, rstd)
-    value *= rstd * (tl.load(weight + column, mask=present, other=0.0).to(tl.float32) + shift)
+    value = value * rstd * tl.load(weight + column, mask=present, other=0.0).to(tl.float32)
     if has_bias:
         value += tl.load(bias + column, mask=present, other=0.0).to(tl.float32)
     tl.store(out + index, value.to(out.dtype.element_ty), mask=present)
@@ -69,7 +68,6 @@ def _backward(
     parts,
     rows,
     width,
-    shift,
     has_bias: tl.constexpr,
     centred: tl.constexpr,
     block: tl.constexpr,
@@ -79,7 +77,7 @@ def _backward(
     programs = tl.num_programs(0)
     column = tl.arange(0, block)
     present = column < width
-    w = tl.load(weight + column, mask=present, other=0.0).to(tl.float32) + shift
+    w = tl.load(weight + column, mask=present, other=0.0).to(tl.float32)
     grad_weight = tl.zeros((block,), dtype=tl.float32)
     grad_bias = tl.zeros((block,), dtype=tl.float32)
     for turn in range(tl.cdiv(rows - program, programs)):
@@ -139,7 +137,6 @@ def launch_forward(
     out: Tensor,
     statistics: Tensor,
     eps: float,
-    shift: float,
 ) -> None:
     """Write x + branch and its norm. All tensors are contiguous.
 
@@ -152,7 +149,6 @@ def launch_forward(
         out: Same shape as x, the norm.
         statistics: [1 or 2, rows] in fp32: 1 / standard deviation, and the mean of LayerNorm.
         eps: Added to the variance or to the mean square.
-        shift: Added to the weight: 1 if it is stored minus 1, and 0 otherwise.
     """
     centred, rows, width, block, warps = _measure(out, statistics)
     _forward[(rows,)](
@@ -166,7 +162,6 @@ def launch_forward(
         rows,
         width,
         eps,
-        shift,
         branch is not None,
         bias is not None,
         centred,
@@ -184,7 +179,6 @@ def launch_backward(
     grad: Tensor,
     parts: Tensor,
     grad_vectors: Tensor,
-    shift: float,
 ) -> None:
     """Write the gradients of the sum, the weight and the bias. All tensors are contiguous.
 
@@ -197,7 +191,6 @@ def launch_backward(
         grad: Same shape as the sum, its gradient.
         parts: [programs, vectors, h] in fp32, overwritten.
         grad_vectors: [vectors, h], the gradients of the weight, and of the bias if there is one.
-        shift: That of the forward kernel.
     """
     centred, rows, width, block, warps = _measure(grad, statistics)
     programs, vectors, _ = parts.shape
@@ -211,7 +204,6 @@ def launch_backward(
         parts,
         rows,
         width,
-        shift,
         vectors == 2,
         centred,
         block,
