@@ -58,10 +58,12 @@ def partition(shape: ModelShape, parallel: ParallelConfig) -> tuple[Stage, ...]:
             f"--pipeline-model-parallel-size {ranks} must not exceed --num-layers {layers}: each "
             "stage needs a layer."
         )
-    method = parallel.pp_partition_method or "uniform"
-    if method.startswith(GIVEN_SIZES):
-        return _make_stages([0, *accumulate(_read_sizes(method, layers, ranks))])
-    ends = _weigh_ends(shape, method)
+    method = parallel.pp_partition_method
+    ends = 0.0
+    if method is not None:
+        if method.startswith(GIVEN_SIZES):
+            return _make_stages([0, *accumulate(_read_sizes(method, layers, ranks))])
+        ends = _weigh_ends(shape, method)
     if per_virtual is None:
         return _make_stages(_choose_even_boundaries(layers, ranks, ends))
     if ranks == 1:
