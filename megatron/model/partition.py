@@ -58,10 +58,12 @@ def partition(shape: ModelShape, parallel: ParallelConfig) -> tuple[Stage, ...]:
             f"--pipeline-model-parallel-size {ranks} must not exceed --num-layers {layers}: each "
             "stage needs a layer."
         )
-    method = parallel.pp_partition_method or "uniform"
-    if method.startswith(GIVEN_SIZES):
-        return _make_stages([0, *accumulate(_read_sizes(method, layers, ranks))])
-    ends = _weigh_ends(shape, method)
+    method = parallel.pp_partition_method
+    ends = 0.0
+    if method is not None:
+        if method.startswith(GIVEN_SIZES):
+            return _make_stages([0, *accumulate(_read_sizes(method, layers, ranks))])
+        ends = _weigh_ends(shape, method)
     if per_virtual is None:
         return _make_stages(_choose_even_boundaries(layers, ranks, ends))
     if ranks == 1:
@@ -171,15 +173,11 @@ def _weigh_ends(shape: ModelShape, method: str) -> float:
     """
     method = method.lower()
     if method == "parameters":
-        layer: float = flops.count_layer_parameters(shape)
-        if shape.expert_layers:
-            # Layers weigh the same here. This is their mean.
-            more = flops.count_expert_layer_parameters(shape) - layer
-            layer += more * len(shape.expert_layers) / shape.config.num_layers
-        # The same for gated delta nets.
-        linear = len(shape.linear_layers) * flops.count_linear_surplus(shape)
-        layer += linear / shape.config.num_layers
-        return flops.count_word_embedding_parameters(shape) / layer
+        words = flops.count_word_embedding_parameters(shape)
+        ends = flops.count_first_stage_extra_parameters(shape) + flops.count_norm_parameters(shape)
+        ends += words * (1 + shape.config.untie_embeddings_and_output_weights)
+        # Layers weigh the same here, also if their parameters differ.
+        return words * shape.config.num_layers / (flops.count_parameters(shape) - ends)
     if method.startswith("type:"):
         try:
             # The method's names are DeepSpeed's. It matches a regular expression with class names.
