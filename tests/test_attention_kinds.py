@@ -99,8 +99,6 @@ KINDS: dict[str, dict[str, str]] = {
     },
     "gated_delta_net": {
         "DeepSpeed": "--experimental-attention-variant gated_delta_net",
-        "CUDA graphs": "gated delta nets",
-        "float8": "--experimental-attention-variant gated_delta_net",
         "muP": "--experimental-attention-variant gated_delta_net",
     },
 }

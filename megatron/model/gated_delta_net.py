@@ -25,11 +25,10 @@ from megatron.model.layer_parts import ATTENTIONS
 from megatron.model.positions import Positions
 from megatron.model.shape import LayerDescription, ModelShape
 from megatron.parallel.context import gather_positions, return_heads
-from megatron.parallel.entered_linear import apply_entered_linears
 from megatron.parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
-    list_numbers,
+    apply_column_parallel,
     make_replicated_inside_region,
     make_sharded,
     split_evenly,
@@ -118,14 +117,14 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: Tensor, positions: Positions, dropout_key: Tensor) -> Tensor:
         """Map [s, b, h] to [s, b, h]. With sequence parallelism both are [s/t, b, h]."""
-        layers = (self.query, self.key, self.value, self.gate, self.beta, self.alpha)
-        # The tensor-parallel region is entered once.
-        projected = apply_entered_linears(
-            x, [(each.weight, None) for each in layers], self.tp, numbers=list_numbers(*layers)
-        )
+        wide = self.query, self.key, self.value, self.gate
+        rates = self.beta, self.alpha
+        # Decays are exponentials of the rates, so these stay out of float8.
+        groups = [wide + rates] if self.query.products is None else [wide, rates]
         query, key, value, gate, beta, alpha = (
             trim_columns(out, each.weight.shape[0])
-            for out, each in zip(projected, layers, strict=True)
+            for layers in groups
+            for out, each in zip(apply_column_parallel(x, *layers), layers, strict=True)
         )
         arguments = query, key, value, beta, alpha, positions
         if self.recompute_core and torch.is_grad_enabled():

@@ -11,11 +11,10 @@ from megatron.config.table import Table
 from megatron.model.fused_operators import FusedOperators
 from megatron.model.layer_parts import ACTIVATIONS, get_activation, list_mlp_parameters
 from megatron.model.shape import ModelShape
-from megatron.parallel.entered_linear import apply_entered_linears
 from megatron.parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
-    list_numbers,
+    apply_column_parallel,
     make_replicated_inside_region,
 )
 from megatron.parallel.mesh import TensorParallel
@@ -150,14 +149,5 @@ class MLP(nn.Module):
         activate = self.operators.activations.get(self._activation_name, self.activation)
         if self.gate is None:
             return self.down(activate(self.up(x)))  # [s, b, f/t] in between
-        # The tensor-parallel region is entered once for both matrices. Two entries would double the
-        # communication.
-        up, gate = apply_entered_linears(
-            x,
-            [(self.up.weight, self.up.bias), (self.gate.weight, self.gate.bias)],
-            self.tp,
-            numbers=list_numbers(self.up, self.gate),
-            # Those of both matrices, because their input is the same.
-            products=self.up.products,
-        )
+        up, gate = apply_column_parallel(x, self.up, self.gate)
         return self.down(activate(gate, up))

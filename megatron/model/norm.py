@@ -91,7 +91,7 @@ class LayerNorm(Norm):
         weight, bias = self.weight, self.bias
         if self.zero_centred:
             # The kernel takes one dtype for all of its inputs.
-            centred = _add_one(weight)
+            centred = add_one(weight)
             wide = x.to(centred.dtype)
             wide_bias = None
             if bias is not None:
@@ -117,7 +117,7 @@ class LayerNorm(Norm):
         return torch.layer_norm(x, weight.shape, weight, bias, self.eps)
 
 
-def _add_one(weight: Tensor) -> Tensor:
+def add_one(weight: Tensor) -> Tensor:
     """Return 1 + weight in fp32, or in fp64 as it. A sum in 16 bits would round the weight."""
     return weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1
 
@@ -169,7 +169,7 @@ class RMSNorm(Norm):
         """Map [..., h] to [..., h]."""
         if self.zero_centred:
             # The input stays in its dtype, so the backward pass keeps no copy of it in fp32.
-            return self._multiply(x, _add_one(self.weight)).to(self.weight.dtype)
+            return self._multiply(x, add_one(self.weight)).to(self.weight.dtype)
         return self._multiply(x, self.weight)
 
     def _multiply(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ class ShardedRMSNorm(nn.Module):
         rstd = (squares / self.size + self.eps).rsqrt()
         weight: Tensor = self.weight
         if self.zero_centred:
-            weight = _add_one(weight)
+            weight = add_one(weight)
         return (wide * rstd * weight.view(x.shape[-3:])).to(self.weight.dtype)
 
 

@@ -58,11 +58,11 @@ def partition(shape: ModelShape, parallel: ParallelConfig) -> tuple[Stage, ...]:
             f"--pipeline-model-parallel-size {ranks} must not exceed --num-layers {layers}: each "
             "stage needs a layer."
         )
-    method = parallel.pp_partition_method or "uniform"
-    if method.startswith(GIVEN_SIZES):
-        return _make_stages([0, *accumulate(_read_sizes(method, layers, ranks))])
+    method = parallel.pp_partition_method
     ends = 0.0
-    if method.lower() != "uniform":
+    if method is not None:
+        if method.startswith(GIVEN_SIZES):
+            return _make_stages([0, *accumulate(_read_sizes(method, layers, ranks))])
         ends = _weigh_ends(shape, method)
     if per_virtual is None:
         return _make_stages(_choose_even_boundaries(layers, ranks, ends))
@@ -164,20 +164,16 @@ def _choose_even_boundaries(layers: int, stages: int, ends: float) -> list[int]:
 def _weigh_ends(shape: ModelShape, method: str) -> float:
     """Return the weight of the embedding, and also of the output projection, in layers.
 
-    "type:transformer|embedding" counts each of the two ends as a layer, like the others.
-    "parameters" counts parameters. "uniform", which counts layers only, does not come here.
+    "uniform" counts layers. "type:transformer|embedding" also counts each of the two ends as a
+    layer. "parameters" counts parameters.
     """
     method = method.lower()
     if method == "parameters":
-        layer: float = flops.count_layer_parameters(shape)
-        if shape.expert_layers:
-            # Layers weigh the same here. This is their mean.
-            more = flops.count_expert_layer_parameters(shape) - layer
-            layer += more * len(shape.expert_layers) / shape.config.num_layers
-        # The same for gated delta nets.
-        linear = len(shape.linear_layers) * flops.count_linear_surplus(shape)
-        layer += linear / shape.config.num_layers
-        return flops.count_word_embedding_parameters(shape) / layer
+        words = flops.count_word_embedding_parameters(shape)
+        ends = flops.count_first_stage_extra_parameters(shape) + flops.count_norm_parameters(shape)
+        ends += words * (1 + shape.config.untie_embeddings_and_output_weights)
+        # Layers weigh the same here, also if their parameters differ.
+        return words * shape.config.num_layers / (flops.count_parameters(shape) - ends)
     if method.startswith("type:"):
         try:
             # The method's names are DeepSpeed's. It matches a regular expression with class names.
@@ -189,6 +185,8 @@ def _weigh_ends(shape: ModelShape, method: str) -> float:
                 f"--pp-partition-method {method}: {failure}; write it as in "
                 "type:transformer|embedding."
             ) from None
+    if method == "uniform":
+        return 0.0
     raise ConfigError(
         f"--pp-partition-method {method} is unknown; use uniform, parameters, type:REGEX or "
         "layers:SIZES."

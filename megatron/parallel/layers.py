@@ -94,14 +94,23 @@ class ColumnParallelLinear(nn.Module):
 
         The result may have padding. See `apply_entered_linears`.
         """
-        (out,) = apply_entered_linears(
-            x,
-            [(self.weight, self.bias)],
-            self.tp,
-            numbers=[] if self.number is None else [self.number],
-            products=self.products,
-        )
+        (out,) = apply_column_parallel(x, self)
         return out
+
+
+def apply_column_parallel(x: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, ...]:
+    """Return the output of each layer of one input, [s, b, out/t]. They may have padding.
+
+    The tensor-parallel region is entered once. Each entry would repeat the communication.
+    """
+    return apply_entered_linears(
+        x,
+        [(layer.weight, layer.bias) for layer in layers],
+        layers[0].tp,
+        numbers=list_numbers(*layers),
+        # Those of all layers, because their input is the same.
+        products=layers[0].products,
+    )
 
 
 class ReplicatedLinear(nn.Module):

@@ -31,7 +31,6 @@ def find_graph_obstacle(plan: Plan) -> str | None:
         "the stages of a pipeline send messages": plan.pipeline_size > 1,
         "several ranks share the weights, which FSDP2 gathers": plan.weight_ranks > 1,
         "each expert gets another number of tokens": config.model.num_experts is not None,
-        "gated delta nets were not recorded": "gated_delta_net" in config.model.attention_kinds,
         "latent attention was not recorded": "latent" in config.model.attention_kinds,
         "the number of documents differs": config.data.reset_attention_mask,
         "--checkpoint-in-cpu copies to host memory": config.recompute.checkpoint_in_cpu,
@@ -44,6 +43,8 @@ def find_default_obstacle(plan: Plan) -> str | None:
     reason = find_graph_obstacle(plan)
     if reason is None and plan.world_size > 1:
         return "graphs with messages between ranks have not run on several GPUs"
+    if reason is None and plan.shape.linear_layers:
+        return "no GPU has recorded gated delta nets"
     return reason
 
 
@@ -179,7 +180,6 @@ def has_use(name: str, plan: Plan) -> bool:
         "rope_fusion": not plan.shape.rotary_dim or plan.shape.attention != "dot_product",
         "bias_swiglu_fusion": not get_activation(config.model).has_kernel,
         "residual_norm_fusion": not config.model.has_norms_first
-        or config.model.apply_layernorm_1p
         or config.precision.fp32_residual_connection,
         "adamw_fusion": config.optimizer.optimizer != "adam" or config.parallel.deepspeed,
     }

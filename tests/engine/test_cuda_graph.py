@@ -29,6 +29,12 @@ NANOCHAT = (
     "--position-embedding-type rotary --normalization RMSNorm --squared-relu --qk-norm head "
     "--no-add-bias-linear --untie-embeddings-and-output-weights "
 )
+HYBRID = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --seq-length 80 "
+    "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 "
+    "--linear-value-head-dim 8 --apply-layernorm-1p"
+)
+"""Samples have two chunks."""
 FUSED = "--gradient-accumulation-fusion"
 TENSORWISE = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-emulate"
 ROWWISE = "--bf16 --fp8-format e4m3 --fp8-recipe rowwise --fp8-emulate --fp8-start-iteration 4"
@@ -50,6 +56,8 @@ SHAPES = {
     "dropout": "--bf16 --hidden-dropout 0.1 --attention-dropout 0.1",
     "goldfish": "--bf16 --goldfish-loss --goldfish-k 3 --goldfish-h 2",
     "curriculum": f"{LLAMA} --bf16 {CURRICULUM}",
+    "hybrid": f"{LLAMA} --bf16 {FUSED} {HYBRID}",
+    "hybrid-float8": f"{LLAMA} {TENSORWISE} {HYBRID} --attention-output-gate",
     "float8": f"{LLAMA} {TENSORWISE} {FUSED}",
     "float8-rowwise": f"{LLAMA} {ROWWISE}",
 }

@@ -77,6 +77,14 @@ class Layout:
     """Whether another kernel than in one process computes attention."""
 
 
+HYBRID = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --seq-length 80 "
+    "--linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 8 "
+    "--linear-value-head-dim 6 --linear-norm-epsilon 1e-2 --attention-output-gate"
+)
+"""Samples have two chunks, and four matrices of a layer have the same input."""
+
+
 LAYOUTS = [
     Layout("TP 2", 2, TP2),
     Layout("TP 2, sequence parallelism", 2, f"{TP2} {SP}"),
@@ -133,6 +141,10 @@ LAYOUTS = [
         "--optimizer muon --muon-scale-mode unit_rms_norm --muon-fp32-matmul-prec high",
         other_attention=True,
     ),
+    Layout("hybrid, TP 2", 2, f"{TP2} {SP}", HYBRID),
+    Layout("hybrid, TP 4", 4, "--tensor-model-parallel-size 4", HYBRID),
+    Layout("hybrid, CP 2, ZeRO 3", 4, f"{CP2} --zero-stage 3", HYBRID, other_attention=True),
+    Layout("hybrid, compiled", 2, f"{TP2} --use-torch-compile", HYBRID),
 ]
 
 
@@ -336,6 +348,9 @@ def test_layouts_equal_one_process(layout: Layout, worlds: Worlds) -> None:
     together = worlds.train(layout.ranks, flags, padded=layout.padded)
     for recipe, found, expected in zip(RECIPES, together, alone, strict=True):
         compare(found, expected, recipe, other_attention=layout.other_attention)
+        names = {name.partition(".attention.")[2] for name, _ in expected.operands}
+        entry = "query" if layout.common == HYBRID else "qkv"
+        assert names == {entry, "qkv", "out", ""}
 
 
 @pytest.mark.full

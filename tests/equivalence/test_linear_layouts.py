@@ -7,7 +7,11 @@ parameter, an evaluation and likelihoods.
 With the usual settings, fp32 is not exact enough for the bound of 1e-5. The first token of a
 document has the output beta (q k) v, and after its norm only the sign of q k is left. Adam makes
 1e-3 of a rounding of it in 10 steps. So layouts are compared in two ways: in fp64 with the usual
-settings to 1e-9, and in fp32 with settings that need fewer digits to 1e-5.
+settings, and in fp32 with settings that need fewer digits to 1e-5.
+
+In fp64, the bound is 1e-9 in the first three steps. Training amplifies rounding there too: in one
+process, a rate that differs in its last digit changes the gradient norm of step 10 by 7e-10, and
+by 8e-9 with Muon. So later steps have the bound of 1e-5.
 """
 
 from collections.abc import Sequence
@@ -58,6 +62,8 @@ DOCUMENTS, WHOLE, EXPERTS = MODELS
 IN_FP32 = "--linear-key-head-dim 16 --linear-norm-epsilon 1e-2"
 IN_FP64 = "--linear-key-head-dim 6"
 FP64_BOUND = 1e-9
+FP64_STEPS = 3
+"""The steps with this bound."""
 TP2 = "--tensor-model-parallel-size 2"
 SP = "--sequence-parallel"
 CP2 = "--context-parallel-size 2"
@@ -167,8 +173,12 @@ def test_a_layout_equals_one_process_in_fp64(layout: Layout, train_world: Train)
     together = train_world(layout.ranks, models, f"{common} {layout.flags}", in_fp64=True)
     for model, found, expected in zip(models, together, alone, strict=True):
         assert all(tensor.dtype == torch.float64 for tensor in found[4].values())
+        first = find_worst(
+            *((each[0][:FP64_STEPS], (), (), (), each[4]) for each in (found, expected))
+        )
+        assert max(first.values()) < FP64_BOUND, f"{model}: {first}"
         differences = find_worst(found, expected)
-        assert max(differences.values()) < FP64_BOUND, f"{model}: {differences}"
+        assert max(differences.values()) < BOUND, f"{model}: {differences}"
 
 
 @pytest.mark.full

@@ -18,20 +18,19 @@ from megatron.model.norm import LayerNorm, Norm, RMSNorm
 from megatron.model.positions import make_rotary_table, rotate
 from megatron.parallel.mesh import TensorParallel
 
-NORMS = ("RMSNorm", "LayerNorm", "LayerNorm without bias")
+CENTRED = ("RMSNorm of weights minus 1", "LayerNorm of weights minus 1")
+NORMS = ("RMSNorm", "LayerNorm", "LayerNorm without bias", *CENTRED)
 
 
 def make_norm(name: str, width: int) -> Norm:
     """Return a norm of `NORMS` with random weights."""
-    norm: Norm
-    if name == "RMSNorm":
-        norm = RMSNorm(width, 1e-5, TensorParallel())
-    else:
-        norm = LayerNorm(width, 1e-5, TensorParallel(), bias=name == "LayerNorm")
+    module: type[Norm] = RMSNorm if name.startswith("RMSNorm") else LayerNorm
+    bias, centred = not name.endswith("without bias"), name in CENTRED
+    norm = module(width, 1e-5, TensorParallel(), bias=bias, zero_centred=centred)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in norm.parameters():
-            parameter.copy_(1 + 0.3 * torch.randn(width, generator=generator))
+            parameter.copy_((not centred) + 0.3 * torch.randn(width, generator=generator))
     return norm
 
 
@@ -98,6 +97,8 @@ def compare_norm(
         assert torch.equal(grads[-1], grads[0])
 
     weight, bias = norm.weight.detach().double(), torch.zeros((), device=device)
+    # A sum in 16 bits would round the weight.
+    weight = weight + float(norm.zero_centred)
     if isinstance(norm, LayerNorm) and norm.bias is not None:
         bias = norm.bias.detach().double()
     leaves = [total.detach().double().requires_grad_(), weight.requires_grad_()]

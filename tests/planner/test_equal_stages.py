@@ -74,8 +74,8 @@ def test_no_other_division_has_a_shorter_longest_stage(times, data):
     assert max(divide(times, sizes)) == pytest.approx(min(map(max, others)), rel=1e-9)
 
 
-def test_boundaries_are_near_even_shares():
-    assert divide_evenly([1.0] * 10, 4) == [2, 3, 2, 3]
+def test_what_remains_is_divided_too():
+    assert divide_evenly([1.0] * 10, 4) == [2, 2, 3, 3]
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

@@ -32,6 +32,7 @@ from megatron.schedule.curriculum import FOREVER, Curriculum
 GPU = torch.device("cuda", 0)
 CUDNN = ("fused", "flash", "efficient", "unfused")
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+HYBRID = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": "2"}
 LLAMA: dict[str, dict[str, Any]] = {
     "model": {"position_embedding_type": "rotary", "glu_activation": "swiglu"} | NO_DROPOUT,
     "precision": {"bf16": True},
@@ -180,6 +181,8 @@ CPU_OFFLOAD = {"checkpoint_activations": True, "checkpoint_in_cpu": True}
             2,
             None,
         ),
+        ({"model": HYBRID}, 1, "no GPU has recorded gated delta nets"),
+        ({"model": HYBRID, "kernels": {"cuda_graph": "on"}}, 1, None),
     ],
 )
 def test_which_plans_have_graphs(changes: dict[str, Any], ranks: int, reason: str | None) -> None:

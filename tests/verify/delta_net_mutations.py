@@ -201,7 +201,8 @@ DELTA_NET_MUTATIONS = [
         f"{CP} {DOCUMENTS}",
         2,
         keep_state_over_documents,
-        caught_by="gradients",
+        caught_by="loss",
+        first=FIRST,
         documents=True,
     ),
     Mutation(
@@ -220,6 +221,8 @@ DELTA_NET_MUTATIONS = [
         f"{CP} {DOCUMENTS}",
         2,
         convolve_parts_alone,
+        caught_by="loss",
+        first=FIRST,
         documents=True,
     ),
     Mutation(

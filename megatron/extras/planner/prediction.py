@@ -95,12 +95,21 @@ def describe_device(hardware: Hardware) -> KernelDevice:
     return KernelDevice("GPU")
 
 
+def find_float8_obstacle(config: Config, hardware: Hardware) -> str:
+    """Return why float8 is not predicted, or an empty text."""
+    if hardware.float8_tflops is None:
+        return f"{hardware.name} has no such products"
+    if "gated_delta_net" in config.model.attention_kinds:
+        return "the model of costs has no float8 for gated delta nets"
+    return ""
+
+
 def _describe_float8(config: Config, hardware: Hardware) -> Float8 | None:
-    """Return how float8 is used. None if it is not, or if the device has no such products."""
+    """Return how float8 is used. None if it is not, or if it is not predicted."""
     precision = config.precision
     if precision.fp8_format is None or precision.fp8_recipe is None or precision.fp8_emulate:
         return None
-    if hardware.float8_tflops is None:
+    if find_float8_obstacle(config, hardware):
         return None
     layers = list_float8_layers(config)
     every = len(layers) == config.model.num_layers

@@ -56,17 +56,6 @@ def check_softmax(settings: ConfigWithOrigin) -> Iterator[Finding]:
         )
 
 
-def check_output_gate(settings: ConfigWithOrigin) -> Iterator[Finding]:
-    """Check that what computes the model was compared with a gate of attention."""
-    # Float8 rounds the layers of a block by a list, which has no gate.
-    for dotted in ("precision.fp8_format", "parallel.deepspeed"):
-        if settings[GATE] and settings.is_changed(dotted):
-            yield error(
-                f"{settings.describe(GATE)} was not compared with "
-                f"{settings.describe(dotted)}; leave one of them out."
-            )
-
-
 def check_query_key_norm(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Check that --qk-norm full is used with a norm that has a form over all heads."""
     model = settings.config.model

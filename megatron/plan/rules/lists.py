@@ -51,6 +51,7 @@ _LOSS_SCALE = (
     *("precision.loss_scale", "precision.initial_loss_scale", "precision.min_loss_scale"),
     *("precision.loss_scale_window", "precision.hysteresis"),
 )
+_NOT_COMPARED = ": they were not compared with each other"
 
 _WITHOUT_KERNEL = [name for name, row in ACTIVATIONS.list_rows() if not row.has_kernel]
 
@@ -99,17 +100,12 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     OneOf(("model.activation", "model.glu_activation"), ": the first is for an MLP without a gate"),
     if_given(attention.check_query_key_norm, "model.qk_norm"),
     if_given(attention.check_softmax, "model.softmax_type"),
-    if_given(attention.check_output_gate, attention.GATE),
+    OneOf((attention.GATE, "parallel.deepspeed"), _NOT_COMPARED),
     if_given(model.check_parametrization, "model.parametrization"),
     if_given(attention.check_latent_attention, attention.LATENT),
     if_given(attention.check_linear_attention, attention.VARIANT),
     needs(attention.FREQUENCY, ", as in Qwen3-Next with 4", attention.VARIANT),
-    Forbids(
-        lambda config: "gated_delta_net" in config.model.attention_kinds,
-        error,
-        f"was not compared with {{{attention.VARIANT}}}; leave one of them out",
-        ("precision.fp8_format", "model.parametrization"),
-    ),
+    OneOf((attention.VARIANT, "model.parametrization"), _NOT_COMPARED),
     if_given(experts.check_experts, experts.NUMBER),
     if_given(model.check_positions_cover_sequence, "model.max_position_embeddings"),
     data.check_split_weights,
@@ -283,11 +279,6 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     no_effect(
         "without --norm-placement input",
         lambda config: not config.model.has_norms_first,
-        "kernels.residual_norm_fusion",
-    ),
-    no_effect(
-        "with {model.apply_layernorm_1p}, which no kernel has",
-        lambda config: config.model.apply_layernorm_1p,
         "kernels.residual_norm_fusion",
     ),
     no_effect_unless("optimizer.optimizer", ("adam",), "kernels.adamw_fusion"),

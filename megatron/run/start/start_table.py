@@ -156,7 +156,8 @@ def _list_limits_and_helpers(
             f"auto: {SLOWEST_FACTOR:g} x the slowest so far + {PART_SECONDS:g} s in a step, "
             f"+ {PHASE_SECONDS:g} s elsewhere",
             f"{format_duration(FIRST_SECONDS)} for the first of a kind, the start, a compilation "
-            "and a recording of graphs, while a rank works; a warning at the limit, the end at twice",
+            "and a recording of graphs, while a rank works; "
+            "a warning at the limit, the end at twice",
         )
     if hang_timeout is not None:
         yield (

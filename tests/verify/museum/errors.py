@@ -605,8 +605,6 @@ ERRORS = (
         "2026-07-11",
         Method.COPY,
         "loss",
-        "found by the gradients. Initial decays are fast, so the loss changed by less than the "
-        "bound.",
     ),
     KnownError(
         "the convolution of a gated delta net reads the document before",
@@ -632,7 +630,6 @@ ERRORS = (
         "2026-07-11",
         Method.COPY,
         "loss",
-        "found by the gradient norm. The loss changed by less than the bound.",
     ),
     KnownError(
         "the borders of documents are those of a rank's part",

@@ -36,7 +36,7 @@ from megatron.extras.interop.inspection.verification import ensure_undisturbed
 from megatron.extras.object_store.addresses import open_source
 from megatron.model.experts.routing import list_balance, list_routers
 from megatron.model.gpt import GPT
-from megatron.model.partition import GIVEN_SIZES, Stage, partition
+from megatron.model.partition import Stage, partition
 from megatron.model.shape import ModelShape
 from megatron.parallel.grid import Grid
 from megatron.parallel.launcher import read_launcher_world
@@ -207,17 +207,10 @@ def load_part(checkpoint: Checkpoint, mesh: Mesh, dtype: torch.dtype) -> StagedM
             layer.
     """
     config = checkpoint.read_config()
-    # The layout of the training has no effect here, except the method of the partition.
-    parallel = replace(
-        config.parallel,
-        tensor_model_parallel_size=mesh.grid.tensor,
-        pipeline_model_parallel_size=mesh.grid.pipeline,
-        num_layers_per_virtual_pipeline_stage=None,
-        sequence_parallel=False,
+    # The layout of the training has no effect here.
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=mesh.grid.tensor, pipeline_model_parallel_size=mesh.grid.pipeline
     )
-    if (parallel.pp_partition_method or "").startswith(GIVEN_SIZES):
-        # They are the sizes of the stages that trained.
-        parallel = replace(parallel, pp_partition_method=None)
     _check_parts(config, parallel)
     stages = partition(read_shape(checkpoint, mesh.grid.tensor), parallel)
     stage = stages[mesh.coordinate.pipeline]

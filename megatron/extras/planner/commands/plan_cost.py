@@ -38,7 +38,11 @@ from megatron.extras.planner.cost.layers import Seconds
 from megatron.extras.planner.cost.memory import Verdict
 from megatron.extras.planner.cost.search import balance_stages
 from megatron.extras.planner.cost.step_prediction import StepPrediction
-from megatron.extras.planner.prediction import can_be_predicted, predict_plan
+from megatron.extras.planner.prediction import (
+    can_be_predicted,
+    find_float8_obstacle,
+    predict_plan,
+)
 from megatron.extras.step.float8.recipe import MULTIPLE, fits_float8, list_float8_layers
 from megatron.plan.kernel_choice import has_use
 from megatron.plan.run_plan import Plan
@@ -301,11 +305,11 @@ def _list_float8(plan: Plan, prediction: StepPrediction) -> Iterator[Row]:
     config = plan.config
     if config.precision.fp8_format is None:
         return
-    name = prediction.job.hardware.name
-    text = f"{name} has no such products. The times and the memory are those without float8"
+    obstacle = find_float8_obstacle(config, prediction.job.hardware)
+    text = f"{obstacle}. The times and the memory are those without float8"
     if config.precision.fp8_emulate:
         text = "emulated. The times and the memory are those without it"
-    elif prediction.job.software.float8 is not None:
+    elif not obstacle:
         layers = list_float8_layers(config)
         sizes = sorted({each.complete for each in list_linears(plan.shape, 1)})
         others = [f"{size[0]:,} x {size[1]:,}" for size in sizes if not fits_float8(size)]

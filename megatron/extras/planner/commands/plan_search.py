@@ -34,6 +34,7 @@ from megatron.extras.planner.prediction import (
     change_layout,
     describe_layout,
     describe_software,
+    find_float8_obstacle,
     predict_plan,
     propose_float8,
 )
@@ -117,8 +118,8 @@ def _add_float8(plan: Plan, hardware: Hardware) -> Plan:
     config = replace(plan.config, precision=propose_float8(plan.config))
     problems = list_errors(check_float8(ConfigWithOrigin(config, {})))
     problems += choose_engine(config).list_unsupported(replace(plan, config=config))
-    if hardware.float8_tflops is None:
-        problems.append(f"{hardware.name} has no float8 products; use other --hardware.")
+    if obstacle := find_float8_obstacle(config, hardware):
+        problems.append(f"{obstacle}; leave it out, or use other --hardware.")
     if problems:
         raise ConfigError(f"--allow-fp8: {'; '.join(problems)}")
     return replace(plan, config=config)

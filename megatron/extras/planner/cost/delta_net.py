@@ -122,7 +122,7 @@ class _DeltaNetTimes(LayerTimes):
     def _estimate_core(self, window: int | None) -> Passes:
         """Estimate convolution, delta rule and output norm."""
         # The state passes through the chunks of a sample one after the other.
-        chunks = -(-self._length // _CHUNK)
+        chunks, hardware = -(-self._length // _CHUNK), self._hardware
         products = self._sizes.list_products(self._tokens // _CHUNK or 1)
         gradients = [each for product in products for each in product.derive_backward()]
         seconds = []
@@ -132,19 +132,16 @@ class _DeltaNetTimes(LayerTimes):
         ):
             # The bytes of the products are among those that were counted.
             computed = sum(
-                max(0.0, estimate_gemm_seconds(one, self._hardware) - self._read(one))
+                max(0.0, estimate_gemm_seconds(one, hardware) - one.bytes / hardware.memory_rate)
                 for one in each
             )
             moved = estimate_memory_seconds(
                 self._tokens * self._sizes.count(counts),
-                self._hardware,
+                hardware,
                 kernels[0] + kernels[1] * chunks,
             )
             seconds.append(Seconds(attention=computed + moved))
         return Passes(*seconds)
-
-    def _read(self, product: Gemm) -> float:
-        return product.bytes / self._hardware.memory_rate
 
     def count_context_bytes(self) -> float:
         """Count the bytes of an exchange of heads: what is convolved, both rates, and results."""

@@ -231,40 +231,25 @@ def balance_stages(job: StepJob) -> StepJob:
 def divide_evenly(times: Sequence[float], stages: int) -> list[int]:
     """Return how many layers each stage gets, so that the longest stage is as short as possible.
 
-    Among such divisions, the boundaries are near even shares.
+    Without the last stages, the same holds for those before.
 
     Args:
         times: Seconds of each layer, in order.
         stages: Number of stages, at most that of layers.
     """
+    if stages == 1:
+        return [len(times)]
     ends = [0.0, *accumulate(times)]
-    longest = ends[-1]
-    lower = max(longest / stages, *times)
-    stops = _place_stages(ends, stages, longest)
+    shorter, longest = max(ends[-1] / stages, *times), ends[-1]
     # Each halving gives a bit of the shortest time.
     for _ in range(40):
-        middle = (lower + longest) / 2
-        tried = _place_stages(ends, stages, middle)
-        if ends[tried[0]] <= middle:
-            longest, stops = middle, tried
+        middle = (shorter + longest) / 2
+        if ends[_place_stages(ends, stages, middle)[0]] <= middle:
+            longest = middle
         else:
-            lower = middle
-    begin, sizes = 0, []
-    for stage, earliest in enumerate(stops, 1):
-        even = ends[-1] * stage / stages
-        stop = begin + 1
-        # Later stages fit from the earliest stop on. Each needs a layer.
-        while stop < len(times) - stages + stage and (
-            stop < earliest
-            or (
-                ends[stop + 1] - ends[begin] <= longest
-                and abs(ends[stop + 1] - even) < abs(ends[stop] - even)
-            )
-        ):
-            stop += 1
-        sizes.append(stop - begin)
-        begin = stop
-    return sizes
+            shorter = middle
+    last = len(times) - _place_stages(ends, stages, longest)[-2]
+    return [*divide_evenly(times[:-last], stages - 1), last]
 
 
 def _place_stages(ends: Sequence[float], stages: int, longest: float) -> list[int]:
@@ -367,7 +352,7 @@ def search_layouts(space: SearchSpace, count: int = 10) -> SearchResult:
 def _predict_layouts(space: SearchSpace) -> Iterator[StepPrediction]:
     """Yield a prediction for each legal layout of the space, with each software.
 
-    Shares that recompute the same number of layers in each stage are one layout.
+    Equal stages, and shares that recompute the same layers in each stage, are one layout.
     """
     for software in filter(None, (space.software, space.float8_software)):
         seen = set()
@@ -378,21 +363,15 @@ def _predict_layouts(space: SearchSpace) -> Iterator[StepPrediction]:
                 job = StepJob(shape, layout, space.batch_size, used, space.hardware)
                 if layout.partition == EQUAL_TIMES:
                     job = balance_stages(job)
-                    even, layout = replace(layout, partition="uniform"), job.layout
-                    # Equal stages would be listed as two layouts.
-                    if build_stages(shape, layout) == build_stages(shape, even):
-                        continue
                 prediction = StepPrediction(job)
             except ConfigError:
                 # The layers or the vocabulary cannot be divided so.
                 continue
-            if layout.recompute == "full":
-                counts = prediction.count_recomputed_layers()
-                key = (replace(layout, recomputed_share=Fraction(1)), counts)
-                if key in seen:
-                    continue
+            same = replace(layout, partition="", recomputed_share=Fraction(1))
+            key = (same, prediction.stages, prediction.count_recomputed_layers())
+            if key not in seen:
                 seen.add(key)
-            yield prediction
+                yield prediction
 
 
 def _fits(space: SearchSpace) -> bool:

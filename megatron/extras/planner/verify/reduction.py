@@ -329,6 +329,9 @@ def _reduce_delta_nets(plan: Plan, grid: Grid) -> Values:
         "model.linear_key_head_dim": 2 * HEAD,
         "model.linear_value_head_dim": HEAD,
         "model.linear_norm_epsilon": ENLARGED_NORM_EPSILON,
+        # Large negative values of dt_bias. With 1, most heads forget all within two tokens, and
+        # errors of the state would be below the bound.
+        "model.linear_time_step": "log-uniform",
     }
 
 

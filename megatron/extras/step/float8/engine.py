@@ -187,13 +187,10 @@ class Float8Engine(NativeEngine):
         self._counter = OperandCounter(self._num_layers, self._mesh.device)
         self._watch = Float8Watch(self._recipe)
         groups = list(self._list_groups())
-        self._skipped = {
-            weight.path: weight.shape
-            for group in groups
-            for weight in group
-            if not fits_float8(weight.shape)
-        }
-        used = [group for group in groups if fits_float8(group[0].shape)]
+        # Weights with the same input share its rounded values.
+        used = [group for group in groups if all(fits_float8(it.shape) for it in group)]
+        skipped = (group for group in groups if group not in used)
+        self._skipped = {it.path: it.shape for group in skipped for it in group}
         self._maxima = WeightMaxima(
             {weight.name: self._count_scales(weight) for group in used for weight in group},
             self._masters,
@@ -346,10 +343,17 @@ def choose_loss_scale(microbatches: int, grid: Grid) -> float:
 
 def list_linear_paths(block: Block) -> list[tuple[str, ...]]:
     """Return the paths of a block's linear layers. Those of a tuple have the same input."""
-    first = ["mlp.up"]
-    if block.mlp.gate is not None:
-        first.append("mlp.gate")
-    return [("attention.qkv",), ("attention.out",), tuple(first), ("mlp.down",)]
+
+    def find(part: str, *names: str) -> tuple[str, ...]:
+        module = block.get_submodule(part)
+        return tuple(f"{part}.{name}" for name in names if getattr(module, name, None) is not None)
+
+    return [
+        find("attention", "qkv", "query", "key", "value", "gate"),
+        ("attention.out",),
+        find("mlp", "up", "gate"),
+        ("mlp.down",),
+    ]
 
 
 def _read_weight(

@@ -23,7 +23,10 @@ from megatron.parallel.mesh import Mesh
 
 Operand = Literal["input", "weight", "gradient"]
 _OPERANDS: tuple[Operand, ...] = ("input", "weight", "gradient")
-LAYERS = ("attention.qkv", "attention.out", "mlp.up", "mlp.gate", "mlp.down")
+LAYERS = (
+    *("attention.qkv", "attention.query", "attention.key", "attention.value", "attention.gate"),
+    *("attention.out", "mlp.up", "mlp.gate", "mlp.down"),
+)
 """The linear layers of a block."""
 _CUT_OFF = 1 + 2.0**-10
 """A value that exceeds the largest one of the format by less than this is only rounded."""

@@ -92,6 +92,7 @@ class Float8Products:
     gradient_groups: tuple[ParallelGroup, ...]
     """The same for the outputs' gradients."""
     shared_pair: SharedPair | None = None
+    """Those of the first layer."""
     keeps_weights: bool = False
     """Whether rounded weights are used until `use_weights` or `forget_weights` is called."""
     keeps_input: bool = False
@@ -170,7 +171,7 @@ class Float8Products:
     ) -> GradientProducts:
         """Return the products of the backward pass. See `Products.begin_backward`."""
         if self.shared_pair is not None:
-            rows = [self.shared_pair.add_up(row) for row in rows]
+            rows = [self.shared_pair.add_up(rows[0]), *rows[1:]]
         dtype = getattr(torch, GRADIENTS[self.recipe.format])
         largest = self._find_largest(rows, self.gradient_groups)
         # The product for the weight's gradient needs the order of columns.

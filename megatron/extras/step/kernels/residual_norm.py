@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.table import Absent, Table
-from megatron.model.norm import Norm
+from megatron.model.norm import Norm, add_one
 from megatron.parallel.torch_private import make_operator
 
 
@@ -109,11 +109,13 @@ def add_and_normalise(x: Tensor, branch: Tensor | None, norm: Norm) -> tuple[Ten
     """Return x + branch and its norm. See `AddAndNormalise`.
 
     A residual stream in fp32 has weights of another dtype. PyTorch's operators compute it, a norm
-    without a kernel or with --apply-layernorm-1p, and what torch.compile traces.
+    without a kernel, and what torch.compile traces.
     """
-    centred = None if norm.zero_centred else NORM_KERNELS.get(norm.name)
+    centred = NORM_KERNELS.get(norm.name)
     if centred is None or x.dtype != norm.weight.dtype or torch.compiler.is_compiling():
         total = x if branch is None else x + branch
         return total, norm(total)
-    total, out = _AddAndNormalise.apply(x, branch, norm.weight, norm.bias, norm.eps, centred)
+    # The kernels take a weight in fp32 too.
+    weight = add_one(norm.weight) if norm.zero_centred else norm.weight
+    total, out = _AddAndNormalise.apply(x, branch, weight, norm.bias, norm.eps, centred)
     return total, out
