@@ -417,7 +417,10 @@ class MicrobatchReplay(Replay):
 
         def compute(*, repeated: bool) -> Pass:
             recorder = PassRecorder(self._mesh.device, with_measures=True)
-            with contextlib.nullcontext() if repeated else runner.pause():
+            context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if not repeated:
+                context = runner.pause()
+            with context:
                 self._engine.compute_and_drop_gradients(microbatches, iteration, recorder.add)
             recorder.result.to_host()
             return recorder.result
@@ -435,7 +438,10 @@ class MicrobatchReplay(Replay):
             bounds = _MARGIN * apart.amax(dim=0)
             differs = (_measure_distances(repeated, eager) > bounds).tolist()
         own = describe_difference(repeated.entries, differs)
-        labels = gather_json(None if own is None else own.label, self._mesh.control)
+        label = None
+        if own is not None:
+            label = own.label
+        labels = gather_json(label, self._mesh.control)
         lines = [f"{self._mesh.names[rank]}: {label}" for rank, label in enumerate(labels) if label]
         if not lines:
             return True

@@ -169,7 +169,7 @@ def build_charts(
         # A run that ended before its first iteration has no curves.
         if not len(history.kept):
             continue
-        prefix = f"{names[number]}: " if is_compared else ""
+        prefix = f"{names[number]}: " * is_compared
         run = _Run(history, number, prefix)
         for panel in panels.values():
             panel.curves += run.list_curves(panel.key)

@@ -109,7 +109,9 @@ class Gauge:
     def describe(self) -> str:
         """Return what is used, of how much, and the percentage."""
         # Some file systems report a size of 0, for example /proc.
-        part = f" ({100 * self.used / self.full:.1f} %)" if self.full else ""
+        part = ""
+        if self.full:
+            part = f" ({100 * self.used / self.full:.1f} %)"
         return f"{self.format_amount(self.used)} of {self.format_amount(self.full)}{part}"
 
 

@@ -130,7 +130,9 @@ def sync(given: HubSync) -> int:
     )
     # Two syncs of one folder would overwrite each other's state file and send files twice.
     with hold_sync_lock(state, warn):
-        outcome = FolderSync(request).run() if given.patterns else SyncResult()
+        outcome = SyncResult()
+        if given.patterns:
+            outcome = FolderSync(request).run()
         if given.checkpoints is not None:
             # Checkpoints are large, so they come after the logs that people watch.
             outcome.left_out += push_checkpoints(request, given.checkpoints, given.every)

@@ -198,7 +198,7 @@ class EightBitMoments:
             now, group["params"] = group["params"], [flat]
             # bitsandbytes reads this value only when it creates the state. So it can differ between
             # groups.
-            optimizer.args.optim_bits = 32 if index in exact else 8
+            optimizer.args.optim_bits = {True: 32, False: 8}[index in exact]
             optimizer.init_state(group, flat, index, 0)
             group["params"] = now
             self._states.append(optimizer.state[flat])
