@@ -14,7 +14,6 @@ from megatron.extras.planner.commands.plan_estimates import (
 )
 from megatron.extras.planner.cost.memory import (
     estimate_parameter_memory,
-    estimate_parameter_memory_per_rank,
 )
 from megatron.model import flops
 from megatron.model.execution import Execution
@@ -369,21 +368,17 @@ def test_a_parameter_takes_eighteen_bytes():
     ("stage", "total"), [(0, 18_000), (1, 6_000 + 3_000), (2, 2_000 + 4_000), (3, 4_500)]
 )
 def test_zero_shards_more_with_each_stage(stage, total):
-    memory = estimate_parameter_memory_per_rank(
-        1000, half=True, data_parallel_size=4, zero_stage=stage
-    )
+    memory = estimate_parameter_memory(1000, half=True, data_parallel_size=4, zero_stage=stage)
     assert memory.total == total
 
 
 def test_zero_in_fp32_has_full_weights_and_the_shard_until_stage_3():
     totals = [
-        estimate_parameter_memory_per_rank(
-            1000, half=False, data_parallel_size=4, zero_stage=z
-        ).total
+        estimate_parameter_memory(1000, half=False, data_parallel_size=4, zero_stage=z).total
         for z in range(4)
     ]
     assert totals == [16_000, 11_000, 8_000, 4_000]
-    alone = estimate_parameter_memory_per_rank(1000, half=False, data_parallel_size=1, zero_stage=1)
+    alone = estimate_parameter_memory(1000, half=False, data_parallel_size=1, zero_stage=1)
     assert alone.total == 16_000
     assert alone.working_weights == 0
 

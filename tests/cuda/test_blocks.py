@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 from cuda.conftest import Call
 from cuda.fake_ranks import Case, plan_case
-from megatron.extras.planner.cost.experts import MLP_TENSORS
 
 from megatron.extras.planner.cost import layers
+from megatron.extras.planner.cost.experts import LAYERS
 from megatron.extras.planner.cost.hardware import load_hardware
 from megatron.extras.planner.cost.layout import StepJob
 from megatron.extras.planner.cost.tensors import TensorCase, measure_tensors
@@ -205,7 +205,7 @@ def test_formulas_of_a_block_are_those_of_its_operators(shape: Shape, on_fake_gp
     layer = job.shape.describe_layer(0)
     windowed = layer.window is not None
     case_ = TensorCase(job.shape, job.layout, job.software, False, False, windowed)
-    sizes = measure_tensors(case_, MLP_TENSORS.require(layer.mlp))
+    sizes = measure_tensors(case_, LAYERS.require(layer.mlp).tensors)
     recomputed = job.layout.recompute == "full"
     kept = sizes.recomputed_layer if recomputed else sizes.layer
     # Attention keeps the state of its random numbers, 16 bytes, and xIELU keeps two numbers.

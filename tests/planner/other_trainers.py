@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron.extras.planner.cost.experts import MixtureTimes
-
 from megatron.extras.planner.commands.plan_estimates import (
     PaperActivations,
 )
+from megatron.extras.planner.cost.experts import MixtureTimes
 from megatron.extras.planner.cost.float8 import Linear, Rounding
 from megatron.extras.planner.cost.kernels import Gemm, estimate_memory_seconds
 from megatron.extras.planner.cost.layers import LayerTimes, Passes, Seconds, _put_into_float8
@@ -26,12 +25,11 @@ from megatron.extras.planner.cost.layout import (
 )
 from megatron.extras.planner.cost.memory import ParameterMemory
 from megatron.extras.planner.cost.parameters import count_rows
+from megatron.extras.planner.cost.peak import StepPoint
 from megatron.extras.planner.cost.tensors import Kernel
 from megatron.model import flops
 from megatron.model.partition import Stage
 from megatron.model.shape import ModelShape
-
-Parts = tuple[float, float, float, float, float, float]
 
 _PREFETCHED = 2
 """Layers whose gathered weights exist at the same time with ZeRO stage 3: one computes, and one is
@@ -59,7 +57,7 @@ class PaperMemory:
         parameters: int,
         stages: Sequence[Stage],
         rank: int,
-    ) -> Parts:
+    ) -> StepPoint:
         return _estimate_parts(self, job, held, parameters, stages, rank)
 
 
@@ -105,7 +103,7 @@ def _estimate_parts(
     parameters: int,
     stages: Sequence[Stage],
     rank: int,
-) -> tuple[float, float, float, float, float, float]:
+) -> StepPoint:
     """Return weights, gradients, activations, a working layer, logits and buffers of a rank."""
     shape, layout, software = job.shape, job.layout, job.software
     visits = job.schedule.count_in_flight(rank)
@@ -119,7 +117,7 @@ def _estimate_parts(
         logits = formula.logit_bytes * tokens * shape.padded_vocab_size / layout.tensor
     buffers = _estimate_buffers(formula, shape, layout, software, parameters, stages, visits)
     gradients = held.gradients * formula.gradient_bytes / 4
-    return held.working_weights, gradients, activations, working, logits, buffers
+    return StepPoint(held.working_weights, gradients, activations, working, logits, buffers)
 
 
 def _estimate_activations(

@@ -452,22 +452,18 @@ def _list_run(
     yield from list_goodput_rows(prediction, forecast, found)
 
 
-def _list_cost(run: RunCost, prediction: StepPrediction) -> list[str]:
-    """Return what a run costs, without what is next to nothing."""
-    parts = []
+def _list_cost(run: RunCost, prediction: StepPrediction) -> Iterator[str]:
+    """Yield what a run costs, without what is next to nothing."""
     # Below a thousandth, both durations are shown as the same number.
     if run.days_with_failures > 1.001 * run.days:
-        parts.append(f"{format_days(run.days_with_failures)} with failures")
+        yield f"{format_days(run.days_with_failures)} with failures"
     footprint = run.footprint
     if prediction.job.hardware.has_gpu and footprint.device_hours >= 0.5:
-        parts.append(f"{footprint.device_hours:,.0f} GPU-hours")
+        yield f"{footprint.device_hours:,.0f} GPU-hours"
     if footprint.megawatt_hours >= 1e-6:
-        units = (("MWh", 1), ("kWh", 1e3), ("Wh", 1e6))
-        parts.append(_format_in(footprint.megawatt_hours, units))
+        yield _format_in(footprint.megawatt_hours, (("MWh", 1), ("kWh", 1e3), ("Wh", 1e6)))
     if footprint.tonnes >= 1e-6:
-        units = (("t CO2e", 1), ("kg CO2e", 1e3), ("g CO2e", 1e6))
-        parts.append(_format_in(footprint.tonnes, units))
-    return parts
+        yield _format_in(footprint.tonnes, (("t CO2e", 1), ("kg CO2e", 1e3), ("g CO2e", 1e6)))
 
 
 def write_trace(prediction: StepPrediction, path: Path) -> None:

@@ -284,7 +284,18 @@ def estimate_strategies(plan: Plan, hardware: Hardware) -> list[StrategyEstimate
             name += f" on {plan.shard_size}"
             flags += f" --hsdp-shard-size {plan.shard_size}"
         ways.append((name, flags, plan.zero_stage, plan.shard_size))
-    return [_estimate(plan, hardware, *way) for way in ways]
+    prediction = predict_plan(plan, hardware)
+    # The rank with most parameters sends most.
+    fullest = plan.stage_parameters.index(max(plan.stage_parameters))
+    estimates = []
+    for name, flags, stage, size in ways:
+        layout = replace(prediction.job.layout, zero_stage=stage, shard=size)
+        job = replace(prediction.job, layout=layout)
+        time = estimate_data_parallel_time(job, plan.stages, fullest)
+        changed = StepPrediction(job)
+        needs = round(changed.peak_bytes), changed.verdict, changed.seconds
+        estimates.append(StrategyEstimate(name, flags, time, *needs))
+    return estimates
 
 
 def choose_strategy(estimates: Sequence[StrategyEstimate]) -> StrategyEstimate | None:
@@ -297,20 +308,6 @@ def choose_strategy(estimates: Sequence[StrategyEstimate]) -> StrategyEstimate |
         if fitting:
             return min(fitting, key=lambda each: each.step_seconds)
     return None
-
-
-def _estimate(
-    plan: Plan, hardware: Hardware, name: str, flags: str, stage: int, size: int
-) -> StrategyEstimate:
-    prediction = predict_plan(plan, hardware)
-    layout = replace(prediction.job.layout, zero_stage=stage, shard=size)
-    job = replace(prediction.job, layout=layout)
-    # The rank with most parameters sends most.
-    fullest = plan.stage_parameters.index(max(plan.stage_parameters))
-    time = estimate_data_parallel_time(job, plan.stages, fullest)
-    changed = StepPrediction(job)
-    memory = round(changed.peak_bytes)
-    return StrategyEstimate(name, flags, time, memory, changed.verdict, changed.seconds)
 
 
 _MOST_MORE_TIME = 0.02
@@ -370,15 +367,15 @@ def predict_goodput(
     reliability = Reliability(hours, restart, save)
     best = estimate_goodput(reliability)
     interval = _find_save_seconds(plan, step_seconds)
-    own = best
+    own: PlannedGoodput | None = best
     if interval is not None:
         try:
             own = estimate_goodput(reliability, interval)
         except ConfigError:
-            return GoodputForecast(None, best, interval, reliability)
+            own = None
     # An interval that is nearly the best one is not what keeps the run from its end.
-    if own.useful < _LEAST_USEFUL * best.useful:
-        return GoodputForecast(None, best, interval, reliability)
+    if own is not None and own.useful < _LEAST_USEFUL * best.useful:
+        own = None
     return GoodputForecast(own, best, interval, reliability)
 
 

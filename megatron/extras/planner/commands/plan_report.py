@@ -80,12 +80,7 @@ def build_json(
         "padded_vocab_size": plan.padded_vocab_size,
         **build_length_json(plan),
         "training_data": [
-            {
-                "prefix": use.prefix,
-                "tokens": use.tokens,
-                "epochs": use.epochs,
-                "filled": use.filled,
-            }
+            {name: getattr(use, name) for name in ("prefix", "tokens", "epochs", "filled")}
             for use in uses
         ],
         "last_lr": compute_last_rate(plan),
@@ -145,15 +140,11 @@ def build_length_json(plan: Plan) -> dict[str, Any]:
 
 def build_phase_json(planned: PlannedPhase) -> dict[str, Any]:
     """Return a phase of the training data as plain data."""
-    phase = planned.phase
+    names = ("seed", "data_path", "train_weighted_split_paths", "datasets", "weights")
     return {
         "first_iteration": planned.first_iteration,
         "start_sample": planned.start_sample,
-        "seed": phase.seed,
-        "data_path": list(phase.data_path),
-        "train_weighted_split_paths": list(phase.train_weighted_split_paths),
-        "datasets": phase.datasets,
-        "weights": phase.weights,
+        **{name: getattr(planned.phase, name) for name in names},
     }
 
 

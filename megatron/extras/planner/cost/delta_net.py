@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from megatron.config.table import Table
 from megatron.extras.planner.cost.experts import (
-    LAYER_TIMES,
-    MLP_TENSORS,
+    LAYERS,
+    LayerCost,
     MixtureTensors,
     MixtureTimes,
 )
-
-from megatron.config.table import Table
 from megatron.extras.planner.cost.kernels import (
     Gemm,
     estimate_gemm_seconds,
@@ -216,20 +215,19 @@ class _DeltaNetMixtureTensors(_DeltaNetTensors, MixtureTensors):
     """The same with experts."""
 
 
-_TIMES: Table[type[LayerTimes]] = Table(
-    "MLP", {"dense": _DeltaNetTimes, "experts": _DeltaNetMixtureTimes}
-)
-_TENSORS: Table[type[LayerTensors]] = Table(
-    "MLP", {"dense": _DeltaNetTensors, "experts": _DeltaNetMixtureTensors}
-)
 # Latent attention has other widths than attention, which the same classes read from the model.
-TIMES_BY_ATTENTION = Table(
+LAYERS_BY_ATTENTION = Table(
     "attention",
-    {"dot_product": LAYER_TIMES, "latent": LAYER_TIMES, "gated_delta_net": _TIMES},
+    {
+        "dot_product": LAYERS,
+        "latent": LAYERS,
+        "gated_delta_net": Table(
+            "MLP",
+            {
+                "dense": LayerCost(_DeltaNetTimes, _DeltaNetTensors),
+                "experts": LayerCost(_DeltaNetMixtureTimes, _DeltaNetMixtureTensors),
+            },
+        ),
+    },
 )
-"""Kind of attention -> kind of MLP -> the times of a layer."""
-TENSORS_BY_ATTENTION = Table(
-    "attention",
-    {"dot_product": MLP_TENSORS, "latent": MLP_TENSORS, "gated_delta_net": _TENSORS},
-)
-"""Kind of attention -> kind of MLP -> the tensors of a layer."""
+"""Kind of attention -> kind of MLP -> what a layer needs."""

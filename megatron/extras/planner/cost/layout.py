@@ -53,6 +53,13 @@ class RankLayout:
     imbalance: float = 1.0
     """Rows that the experts of the fullest rank get, in multiples of the mean of all ranks."""
 
+    def keep(self, *names: str) -> "RankLayout":
+        """Return a layout with these fields, and all others as by default.
+
+        It is a key of a cache for what only these fields matter to.
+        """
+        return RankLayout(**{name: getattr(self, name) for name in names})
+
     @property
     def ranks(self) -> int:
         """Number of ranks."""
@@ -215,9 +222,9 @@ class Software:
     logit_bytes: int = 56
     """Memory traffic of the loss and its backward pass for each logit."""
     overhead: Overhead = Overhead()
-    memory: Callable[..., tuple[float, float, float, float, float, float]] | None = None
-    """Another formula for the parts of a rank's memory (`cost.memory`). None: they are counted
-    tensor by tensor, as this trainer allocates them (`cost.tensors`)."""
+    memory: Callable[..., Any] | None = None
+    """Another formula for the parts of a rank's memory, which returns a `cost.peak.StepPoint`.
+    None: they are counted tensor by tensor, as this trainer allocates them (`cost.tensors`)."""
 
     times: tuple[tuple[str, Any], ...] = ()
     """Kinds of MLP with other classes for the times of their layers than `cost.layers` has."""

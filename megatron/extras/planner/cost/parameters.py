@@ -115,6 +115,11 @@ def count_linear_layers(shape: ModelShape, layers: range) -> int:
     return len(shape.linear_layers.intersection(layers))
 
 
+def describe_layers(shape: ModelShape, layers: range) -> tuple[int, int, int]:
+    """Return how many layers there are, how many have experts, and how many a gated delta net."""
+    return len(layers), count_mixtures(shape, layers), count_linear_layers(shape, layers)
+
+
 def sum_layers(shape: ModelShape, layout: RankLayout, layers: range) -> LayerParameters:
     """Return the parameters of several layers on one rank."""
     number = count_mixtures(shape, layers)
@@ -270,7 +275,7 @@ def count_product_bytes(layout: RankLayout, software: Software, microbatches: in
 
 def count_gather_bytes(job: StepJob, stage: Stage) -> int:
     """Return the bytes moved to copy the gathered weights of a stage in a step."""
-    shape, layout = job.shape, job.layout
+    shape, layout, microbatches = job.shape, job.layout, job.schedule.microbatches
     if max(layout.shard_size, layout.expert_shards) == 1:
         return 0
     layers = sum_layers(shape, layout, stage.layers).whole
@@ -280,7 +285,7 @@ def count_gather_bytes(job: StepJob, stage: Stage) -> int:
     if layout.zero_stage < 3:
         return copied * (layers + outside)
     # Layers are gathered for both passes. What is outside of them is kept in between.
-    return copied * job.schedule.microbatches * (2 * layers + outside)
+    return copied * microbatches * (2 * layers + outside)
 
 
 def count_sum_bytes(job: StepJob, stage: Stage) -> float:

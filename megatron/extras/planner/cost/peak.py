@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 
 from megatron.config.model import AttentionKind, MLPKind
-from megatron.extras.planner.cost.delta_net import TENSORS_BY_ATTENTION
+from megatron.extras.planner.cost.delta_net import LAYERS_BY_ATTENTION
 from megatron.extras.planner.cost.float8 import list_float8_linears
 from megatron.extras.planner.cost.layout import Float8, Software, StepJob
 from megatron.extras.planner.cost.parameters import (
@@ -47,13 +47,15 @@ class StepPoint:
     """What microbatches in flight keep, apart from the layer that is computed."""
     working: float = 0.0
     """The layer whose backward pass runs: its activations and gradients, or those of the loss."""
+    logits: float = 0.0
+    """Logits of other trainers. Those of this one are part of `working`."""
     buffers: float = 0.0
     """What FSDP2 gathers and reduces."""
 
     @property
     def total(self) -> float:
         """Sum of all parts."""
-        return self.weights + self.gradients + self.activations + self.working + self.buffers
+        return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -79,25 +81,6 @@ def find_peak(job: StepJob, stages: Sequence[Stage], rank: int) -> StepPoint:
     return max(points, key=lambda point: point.total)
 
 
-@lru_cache(maxsize=4096)
-def _find_kinds(
-    shape: ModelShape, layers: range, share: Fraction, float8: Float8 | None
-) -> frozenset[int]:
-    """Return the last layer of each kind in a stage, as the number of layers after it.
-
-    Kinds differ in attention and its window, in the MLP, and in whether the layer is recomputed or
-    in float8.
-    """
-    found: dict[tuple[int | None, bool, bool, MLPKind, AttentionKind], int] = {}
-    for after, layer in enumerate(reversed(layers)):
-        again = flops.count_recomputed_layers(range(layer, layer + 1), share) > 0
-        in_float8 = float8 is not None and float8.covers(layer)
-        described = shape.describe_layer(layer)
-        kind = described.window, again, in_float8, described.mlp, described.attention
-        found.setdefault(kind, after)
-    return frozenset(found.values())
-
-
 _Kind = tuple[bool, MLPKind, AttentionKind]
 """Whether a layer has a sliding window, and the kinds of its parts."""
 
@@ -111,6 +94,22 @@ def _list_kinds(shape: ModelShape) -> tuple[_Kind, ...]:
         (each.window is not None and each.window < length, each.mlp, each.attention)
         for each in described
     )
+
+
+@lru_cache(maxsize=4096)
+def _find_kinds(
+    shape: ModelShape, layers: range, share: Fraction, float8: Float8 | None
+) -> frozenset[int]:
+    """Return the last layer of each kind in a stage, as the number of layers after it.
+
+    Recomputed layers and those in float8 are kinds of their own.
+    """
+    found: dict[tuple[_Kind, bool, bool], int] = {}
+    for after, layer in enumerate(reversed(layers)):
+        again = flops.count_recomputed_layers(range(layer, layer + 1), share) > 0
+        in_float8 = float8 is not None and float8.covers(layer)
+        found.setdefault((_list_kinds(shape)[layer], again, in_float8), after)
+    return frozenset(found.values())
 
 
 class _RankPeak:
@@ -159,8 +158,8 @@ class _RankPeak:
             windowed, mlp, attention = kind
             holds = self._holds, self._holds_outside
             case = TensorCase(self._shape, self._layout, software, *holds, windowed)
-            of_kind = TENSORS_BY_ATTENTION.require(attention).require(mlp)
-            found[kind] = measure_tensors(case, of_kind)
+            of_kind = LAYERS_BY_ATTENTION.require(attention).require(mlp)
+            found[kind] = measure_tensors(case, of_kind.tensors)
         return found
 
     def _get_tensors(self, layer: int) -> TensorSizes:
@@ -179,11 +178,11 @@ class _RankPeak:
         if len(self._kinds) == 1:
             tensors = self._tensors
             return again * tensors.recomputed_layer + (len(layers) - again) * tensors.layer
-        return sum(map(self._measure_kept, layers))
-
-    def _measure_kept(self, layer: int) -> float:
-        tensors = self._get_tensors(layer)
-        return tensors.recomputed_layer if self._is_recomputed(layer) else tensors.layer
+        size = 0.0
+        for layer in layers:
+            tensors = self._get_tensors(layer)
+            size += tensors.recomputed_layer if self._is_recomputed(layer) else tensors.layer
+        return size
 
     def _sum_visit(self, stage: Stage) -> float:
         """Return what a microbatch keeps of a stage between its two passes."""
@@ -229,13 +228,9 @@ class _RankPeak:
         visits = min(self._visits, self._passes - number + 1)
         # The stages of a rank may differ, so the mean of its visits counts.
         mean = sum(self._visit_bytes.values()) / len(self._stages)
-        return visits * mean - mean + len(self._stages) * self._tensors.tables + self._inputs
-
-    @property
-    def _inputs(self) -> float:
-        config = self._shape.config
-        tokens = config.seq_length * self._layout.micro_batch
-        return _TOKEN_BYTES * tokens * self._schedule.microbatches
+        tokens = self._shape.config.seq_length * self._layout.micro_batch
+        inputs = _TOKEN_BYTES * tokens * self._schedule.microbatches
+        return visits * mean - mean + len(self._stages) * self._tensors.tables + inputs
 
     # -- points ----------------------------------------------------------------------------------
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from megatron.extras.planner.cost.experts import LAYER_TIMES
-
 from megatron.config.model import AttentionKind, MLPKind
 from megatron.config.table import Absent, Table
 from megatron.extras.planner.cost.communication import (
@@ -21,7 +19,8 @@ from megatron.extras.planner.cost.communication import (
     estimate_small_all_reduce_seconds,
     estimate_time,
 )
-from megatron.extras.planner.cost.delta_net import TIMES_BY_ATTENTION
+from megatron.extras.planner.cost.delta_net import LAYERS_BY_ATTENTION
+from megatron.extras.planner.cost.experts import LAYERS
 from megatron.extras.planner.cost.float8 import (
     count_step_rounding,
     count_weight_scales,
@@ -29,7 +28,7 @@ from megatron.extras.planner.cost.float8 import (
 )
 from megatron.extras.planner.cost.kernels import estimate_memory_seconds
 from megatron.extras.planner.cost.layers import Passes, Seconds, estimate_rounding_seconds
-from megatron.extras.planner.cost.layout import Float8, RankLayout, Software, StepJob
+from megatron.extras.planner.cost.layout import Float8, Software, StepJob
 from megatron.extras.planner.cost.memory import (
     RankMemory,
     Verdict,
@@ -43,11 +42,10 @@ from megatron.extras.planner.cost.parameters import (
     count_gather_bytes,
     count_head_parameters,
     count_layer,
-    count_linear_layers,
-    count_mixtures,
     count_product_bytes,
     count_root_parameters,
     count_sum_bytes,
+    describe_layers,
 )
 from megatron.extras.planner.cost.pipeline_simulation import (
     StageTimes,
@@ -118,9 +116,7 @@ class StepPrediction:
         share = self.job.layout.layers_recomputed
         return tuple(
             (
-                len(stage.layers),
-                count_mixtures(self.job.shape, stage.layers),
-                count_linear_layers(self.job.shape, stage.layers),
+                *describe_layers(self.job.shape, stage.layers),
                 # Shares of the layers are not the same in all stages.
                 flops.count_recomputed_layers(stage.layers, share),
                 stage.first,
@@ -347,15 +343,15 @@ def _estimate_parts(job: StepJob, gradient_bytes: float | None, microbatches: in
     """Return the times of the parts of a model. Many layouts of a search have the same parts."""
     arguments = (job.shape, job.layout, job.software, job.hardware, job.seq_length)
     further = (gradient_bytes, microbatches)
-    classes = dict(LAYER_TIMES.list_rows()) | dict(job.software.times)
+    classes = {name: row.times for name, row in LAYERS.list_rows()} | dict(job.software.times)
     times = classes["dense"](*arguments, *further)
     kinds = {_find_kind(job.shape, index) for index in range(job.shape.config.num_layers)}
     plain, again = {}, {}
     for kind in kinds:
         window, mlp, attention = kind
         # Other trainers have times of their own for layers with attention only.
-        own = TIMES_BY_ATTENTION.require(attention)
-        of_layer = classes[mlp] if own is LAYER_TIMES else own.require(mlp)
+        own = LAYERS_BY_ATTENTION.require(attention)
+        of_layer = classes[mlp] if own is LAYERS else own.require(mlp).times
         of_kind = of_layer(*arguments, *further)
         plain[kind] = of_kind.estimate_layer(window)
         again[kind] = of_kind.estimate_recomputed_layer(window)
@@ -367,15 +363,9 @@ def _estimate_stages(job: StepJob, stages: Sequence[Stage]) -> tuple[Passes, ...
     layout = job.layout
     microbatches = job.schedule.microbatches
     # Only these fields matter for the parts.
-    key = RankLayout(
-        tensor=layout.tensor,
-        context=layout.context,
-        exchange_heads=layout.exchange_heads,
-        micro_batch=layout.micro_batch,
-        recompute=layout.recompute,
-        sequence_parallel=layout.sequence_parallel,
-        expert=layout.expert,
-        imbalance=layout.imbalance,
+    key = layout.keep(
+        *("tensor", "context", "exchange_heads", "micro_batch", "sequence_parallel"),
+        *("recompute", "expert", "imbalance"),
     )
     gradient_bytes = None
     if job.software.counts_tensors:
@@ -399,11 +389,7 @@ def _estimate_stages(job: StepJob, stages: Sequence[Stage]) -> tuple[Passes, ...
 
     # A search has many stages of few kinds.
     kinds = [
-        (
-            *(len(stage.layers), count_mixtures(job.shape, stage.layers)),
-            *(count_linear_layers(job.shape, stage.layers), stage.first, stage.last),
-        )
-        for stage in stages
+        (*describe_layers(job.shape, stage.layers), stage.first, stage.last) for stage in stages
     ]
     traffic = {
         kind: _estimate_parameter_traffic(job, stage)

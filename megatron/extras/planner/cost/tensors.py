@@ -117,19 +117,15 @@ def measure_tensors(case: TensorCase, kind: "type[LayerTensors] | None" = None) 
     kind = kind or LayerTensors
     layout = case.layout
     # Only these fields matter, so many layouts of a search have the same sizes.
-    key = RankLayout(
-        tensor=layout.tensor,
-        context=layout.context,
-        exchange_heads=layout.exchange_heads,
-        micro_batch=layout.micro_batch,
+    key = layout.keep(
+        *("tensor", "context", "exchange_heads", "micro_batch", "sequence_parallel", "zero_stage"),
+        *("partition_inputs", "host_inputs", "imbalance"),
+    )
+    key = replace(
+        key,
         recompute="selective" if layout.recompute == "selective" else "none",
-        sequence_parallel=layout.sequence_parallel,
         data=min(2, layout.data),
-        zero_stage=layout.zero_stage,
-        partition_inputs=layout.partition_inputs,
-        host_inputs=layout.host_inputs,
         expert=layout.expert if kind.has_experts else None,
-        imbalance=layout.imbalance,
     )
     # A class can be a part of the cache's key, which mypy does not see.
     return _measure(replace(case, layout=key), cast(Hashable, kind))
