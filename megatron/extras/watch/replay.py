@@ -87,8 +87,9 @@ class Pass:
 
     def to_host(self) -> None:
         """Copy digests and measures to host memory, in two copies."""
-        self.digests = list(torch.stack(self.digests).cpu()) if self.digests else []
-        self.measures = list(torch.stack(self.measures).cpu()) if self.measures else []
+        for each in (self.digests, self.measures):
+            if each:
+                each[:] = torch.stack(each).cpu()
 
 
 class PassRecorder:
@@ -557,7 +558,7 @@ class MicrobatchReplay(Replay):
         """Warn, or end the run."""
         lines = []
         for rank, difference, wrong in found:
-            which = "" if wrong is None else f", and pass {wrong} was wrong"
+            which = f", and pass {wrong} was wrong" * (wrong is not None)
             assert difference is not None, "only ranks with a difference are named"
             lines.append(f"{self._mesh.names[rank]}: {difference.label}{which}")
         since = ""

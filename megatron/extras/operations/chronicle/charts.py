@@ -312,13 +312,8 @@ class _Run:
                 if not is_kept:
                     shown += ", abandoned"
                     kind = "abandoned"
-                yield Curve(
-                    shown,
-                    kind,
-                    colour,
-                    x,
-                    {1: _list_with_gaps(np.array([each.loss for each in found]), gaps)},
-                )
+                losses = _list_with_gaps(np.array([each.loss for each in found]), gaps)
+                yield Curve(shown, kind, colour, x, {1: losses})
 
     def list_prediction(self) -> Iterator[Curve]:
         """Yield the range of the predicted loss, a line at the end of the run."""

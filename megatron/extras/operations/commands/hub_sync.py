@@ -116,18 +116,9 @@ def sync(given: HubSync) -> int:
         )
     # A dry run only reads. A public repository can be read without a token.
     hub = Hub(given.repo, timeout_seconds=given.timeout, log=warn, must_write=not given.dry_run)
-    request = SyncRequest(
-        hub,
-        RetryPolicy(given.patience, warn),
-        log,
-        warn,
-        given.folder,
-        given.patterns,
-        state,
-        given.create,
-        given.private,
-        given.dry_run,
-    )
+    patience = RetryPolicy(given.patience, warn)
+    what = given.folder, given.patterns, state, given.create, given.private, given.dry_run
+    request = SyncRequest(hub, patience, log, warn, *what)
     # Two syncs of one folder would overwrite each other's state file and send files twice.
     with hold_sync_lock(state, warn):
         outcome = SyncResult()

@@ -22,8 +22,11 @@ from megatron.base.errors import CheckpointError, DataError, OperationsError
 from megatron.base.outside_file import open_regular
 from megatron.checkpoint.folder import find_stored_folder, read_pointed_iteration
 from megatron.checkpoint.manifest import MANIFEST
-from megatron.extras.operations.chronicle.failures import list_failure_facts
-from megatron.extras.operations.chronicle.goodput import compute_goodput, format_goodput
+from megatron.extras.operations.chronicle.goodput import (
+    compute_goodput,
+    format_goodput,
+    list_failure_facts,
+)
 from megatron.extras.operations.chronicle.history import read_history
 from megatron.extras.operations.monitor.alerts import (
     CheckFindings,

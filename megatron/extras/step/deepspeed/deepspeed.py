@@ -411,7 +411,7 @@ class DeepSpeedEngine(EngineBase):
             decay["embeddings"] = config.weight_decay
 
         def add_placeholder(part: str, *, decoupled: bool) -> nn.Parameter:
-            prefix = "decoupled_" if decoupled else ""
+            prefix = "decoupled_" * decoupled
             return self._wrapped_stage.add_placeholder(prefix + part, self._mesh.device)
 
         return [

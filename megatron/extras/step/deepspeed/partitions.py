@@ -68,14 +68,8 @@ class Fragment:
                 rows = slice(piece.local, piece.local + piece.rows)
                 for kind, flat in flats.items():
                     run = flat.narrow(0, self.at + first - self.start, math.prod(shape)).view(shape)
-                    yield TensorShard(
-                        kind,
-                        self.name,
-                        self.spec.shape,
-                        (piece.start, *offset[1:]),
-                        run[rows],
-                        owner,
-                    )
+                    start = (piece.start, *offset[1:])
+                    yield TensorShard(kind, self.name, self.spec.shape, start, run[rows], owner)
 
 
 def split_run(
