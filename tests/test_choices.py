@@ -31,7 +31,7 @@ from megatron.extras.planner.cost.tensors import TensorCase, measure_tensors
 from megatron.extras.samples.kinds import SOURCE_KINDS
 from megatron.extras.step.float8.recipe import GRADIENTS, ROWWISE
 from megatron.extras.watch.replay import EXCLUDES
-from megatron.extras.watch.trackers.trackers import TRACKERS
+from megatron.extras.watch.trackers.feed import TRACKERS
 from megatron.model import flops
 from megatron.model.attention_kernels import use_attention_kernels
 from megatron.model.execution import Execution

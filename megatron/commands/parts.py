@@ -113,7 +113,7 @@ class InstalledParts(Parts):
         """Check that the packages of trackers and the report of a verification exist."""
         logging = settings.config.logging
         if logging.tracker:
-            from megatron.extras.watch.trackers.trackers import check_trackers_are_installed
+            from megatron.extras.watch.trackers.process import check_trackers_are_installed
 
             yield from check_trackers_are_installed(settings)
         if logging.verification is not None:

@@ -108,7 +108,9 @@ def split_at_double_dash(argv: Sequence[str] | None) -> tuple[list[str], list[st
         The words before `--`.
         The words after it, or None if there is no `--`.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = sys.argv[1:]
+    if argv is not None:
+        words = list(argv)
     if "--" not in words:
         return words, None
     end = words.index("--")

@@ -19,11 +19,11 @@ from megatron.extras.watch.trackers.feed import (
     Feed,
     FeedRequest,
     FeedState,
+    TrackedRun,
     flatten_record,
     hide_secrets,
 )
 from megatron.extras.watch.trackers.process import TrackerProcess
-from megatron.extras.watch.trackers.trackers import TrackedRun
 from megatron.observe.chronicle import append_event
 
 

@@ -14,11 +14,6 @@ from training.runs import Runner
 from training.spiky_corpus import random_stretch, write_corpus
 from training.test_spike_guard_runs import ROLLBACK, make_argv
 
-from megatron.extras.operations.chronicle.failures import (
-    compute_failure_costs,
-    list_failure_facts,
-    list_hosts_that_failed_together,
-)
 from megatron.extras.operations.chronicle.goodput import (
     HANGS,
     KEPT,
@@ -28,8 +23,11 @@ from megatron.extras.operations.chronicle.goodput import (
     UNDONE,
     WAITING,
     Goodput,
+    compute_failure_costs,
     compute_goodput,
     format_goodput,
+    list_failure_facts,
+    list_hosts_that_failed_together,
 )
 from megatron.extras.operations.chronicle.history import read_history
 from megatron.extras.operations.commands import rollback

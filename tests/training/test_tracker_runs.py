@@ -183,7 +183,7 @@ def test_missing_package_is_refused_before_training(run: Runner) -> None:
 
 def pretrain_without_wandb(argv: list[str]) -> None:
     """Run the main job where the package wandb is not installed."""
-    import megatron.extras.watch.trackers.trackers as module
+    import megatron.extras.watch.trackers.process as module
 
     original = module.find_spec
     module.find_spec = lambda *name: None

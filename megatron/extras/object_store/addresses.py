@@ -130,7 +130,10 @@ def open_source(path: str | os.PathLike[str]) -> Iterator[CheckpointSource]:
                     f"{run} has no checkpoint; give the --save address of a run that has saved"
                 )
             Mirror(objects, root).pull(record, print_to_stderr)
-        source = CheckpointSource(root / last if is_checkpoint else root, root, run)
+        folder = root
+        if is_checkpoint:
+            folder = root / last
+        source = CheckpointSource(folder, root, run)
         try:
             yield source
         except MegatronError as error:

@@ -112,7 +112,7 @@ class ObjectFolder:
         self.address = address.rstrip("/")
         self._bucket, _, path = self.address.partition("://")[2].partition("/")
         # With the slash, the objects of s3://bucket/run do not include those of run2.
-        self._prefix = f"{path}/" if path else ""
+        self._prefix = f"{path}/" * bool(path)
         self._patience = patience
         self._system: Any = None
         # Several threads may send the first request.

@@ -500,13 +500,13 @@ def capture_microbatches(
     """Let an engine of one stage without FSDP2 repeat its microbatches, and return its runner."""
     (model,) = engine.stages
     assert isinstance(engine.runner, SingleStageRunner), "a pipeline has no graphs"
+    first = plan.start_iteration + 1
+    shortest = find_shortest_recorded(plan.curriculum, first, plan.train_iters)
     runner = CapturedRunner(
         engine.runner,
         model,
         recorder,
-        shortest=find_shortest_recorded(
-            plan.curriculum, plan.start_iteration + 1, plan.train_iters
-        ),
+        shortest=shortest,
         has_eager_steps=runs_eager_passes(plan.config),
         log=mesh.ranks.log,
     )

@@ -64,7 +64,9 @@ def _load(kind: EngineKind, device_type: str, *, is_native: bool) -> BuildEngine
 
             assert isinstance(engine, NativeEngine), "no other engine has graphs"
             # Events that time collectives cannot be read if they are in a graph.
-            pause = arguments[0].pause if mesh.grid.world_size > 1 else nullcontext
+            pause = nullcontext
+            if mesh.grid.world_size > 1:
+                pause = arguments[0].pause
             capture_microbatches(engine, plan, mesh, CudaGraphRecorder(mesh.device, pause))
         return engine
 

@@ -87,8 +87,9 @@ class Pass:
 
     def to_host(self) -> None:
         """Copy digests and measures to host memory, in two copies."""
-        self.digests = list(torch.stack(self.digests).cpu()) if self.digests else []
-        self.measures = list(torch.stack(self.measures).cpu()) if self.measures else []
+        for each in (self.digests, self.measures):
+            if each:
+                each[:] = torch.stack(each).cpu()
 
 
 class PassRecorder:
@@ -417,7 +418,10 @@ class MicrobatchReplay(Replay):
 
         def compute(*, repeated: bool) -> Pass:
             recorder = PassRecorder(self._mesh.device, with_measures=True)
-            with contextlib.nullcontext() if repeated else runner.pause():
+            context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if not repeated:
+                context = runner.pause()
+            with context:
                 self._engine.compute_and_drop_gradients(microbatches, iteration, recorder.add)
             recorder.result.to_host()
             return recorder.result
@@ -435,7 +439,10 @@ class MicrobatchReplay(Replay):
             bounds = _MARGIN * apart.amax(dim=0)
             differs = (_measure_distances(repeated, eager) > bounds).tolist()
         own = describe_difference(repeated.entries, differs)
-        labels = gather_json(None if own is None else own.label, self._mesh.control)
+        label = None
+        if own is not None:
+            label = own.label
+        labels = gather_json(label, self._mesh.control)
         lines = [f"{self._mesh.names[rank]}: {label}" for rank, label in enumerate(labels) if label]
         if not lines:
             return True
@@ -551,7 +558,7 @@ class MicrobatchReplay(Replay):
         """Warn, or end the run."""
         lines = []
         for rank, difference, wrong in found:
-            which = "" if wrong is None else f", and pass {wrong} was wrong"
+            which = f", and pass {wrong} was wrong" * (wrong is not None)
             assert difference is not None, "only ranks with a difference are named"
             lines.append(f"{self._mesh.names[rank]}: {difference.label}{which}")
         since = ""

@@ -169,7 +169,7 @@ def build_charts(
         # A run that ended before its first iteration has no curves.
         if not len(history.kept):
             continue
-        prefix = f"{names[number]}: " if is_compared else ""
+        prefix = f"{names[number]}: " * is_compared
         run = _Run(history, number, prefix)
         for panel in panels.values():
             panel.curves += run.list_curves(panel.key)
@@ -312,13 +312,8 @@ class _Run:
                 if not is_kept:
                     shown += ", abandoned"
                     kind = "abandoned"
-                yield Curve(
-                    shown,
-                    kind,
-                    colour,
-                    x,
-                    {1: _list_with_gaps(np.array([each.loss for each in found]), gaps)},
-                )
+                losses = _list_with_gaps(np.array([each.loss for each in found]), gaps)
+                yield Curve(shown, kind, colour, x, {1: losses})
 
     def list_prediction(self) -> Iterator[Curve]:
         """Yield the range of the predicted loss, a line at the end of the run."""

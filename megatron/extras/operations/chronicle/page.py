@@ -176,7 +176,7 @@ def _list_summary(
             f'<a href="#{_make_anchor(name)}">All settings</a></p>'
         )
     tiles = "".join(
-        f'<div class="tile{" bad" if tile.is_bad else ""}"><span class="name">'
+        f'<div class="tile{" bad" * tile.is_bad}"><span class="name">'
         f"{html.escape(tile.name)}</span><b>{html.escape(tile.value)}</b>"
         f'<span class="note">{html.escape(tile.note)}</span></div>'
         for tile in list_tiles(history)
@@ -258,8 +258,8 @@ def _format_charts(drawn: charts.Charts, names: Sequence[str]) -> str:
         for title, text in drawn.constants
     )
     return (
-        f"<h2>Charts</h2>{'<p>No iteration was recorded.</p>' if is_empty else ''}"
-        f'<div id="controls"{" hidden" if is_empty else ""}>'
+        f"<h2>Charts</h2>{'<p>No iteration was recorded.</p>' * is_empty}"
+        f'<div id="controls"{" hidden" * is_empty}>'
         f'<label>x axis <select id="axis">{axes}</select></label>'
         f'<label>smoothing <select id="mean">{means}</select></label>'
         '<label><input type="checkbox" id="log"> log scale</label>'
@@ -290,7 +290,7 @@ def _format_events(events: Sequence[DescribedEvent], left_out: dict[str, int]) -
     counts = Counter(each.label for each in events)
     boxes = "".join(
         f'<label><input type="checkbox" class="kind" value="{html.escape(label)}"'
-        f"{'' if label in _QUIET else ' checked'}> {html.escape(label)} ({count:,})</label>"
+        f"{' checked' * (label not in _QUIET)}> {html.escape(label)} ({count:,})</label>"
         for label, count in counts.items()
     )
     shortened = "".join(
@@ -325,7 +325,7 @@ def _format_goodput(history: RunHistory) -> str:
     causes = "".join(
         f'<tr><td>{html.escape(cause)}</td><td class="number">{share:.1%}</td>'
         f'<td class="number">{format_duration(seconds)}</td><td><span class="bar'
-        f'{" kept" if cause == KEPT else ""}" style="width:{400 * share:.0f}px"></span></td></tr>'
+        f'{" kept" * (cause == KEPT)}" style="width:{400 * share:.0f}px"></span></td></tr>'
         for cause, seconds, share in list_goodput(history)
     )
     return (

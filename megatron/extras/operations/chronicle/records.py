@@ -108,7 +108,9 @@ def parse_object(line: bytes) -> dict[str, Any]:
             record = parse_json(line)
     except (ValueError, OverflowError):
         return {}
-    return record if isinstance(record, dict) else {}
+    if isinstance(record, dict):
+        return record
+    return {}
 
 
 _LONG_NUMBER = re.compile(rb"\d{300}")

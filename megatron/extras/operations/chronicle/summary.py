@@ -19,13 +19,13 @@ from megatron.extras.operations.chronicle.events import (
     list_rollbacks,
     read_setting,
 )
-from megatron.extras.operations.chronicle.failures import list_failure_facts
 from megatron.extras.operations.chronicle.goodput import (
     DROPPED,
     KEPT,
     UNDONE,
     add_up,
     compute_goodput,
+    list_failure_facts,
 )
 from megatron.extras.operations.chronicle.history import RunHistory
 from megatron.extras.operations.chronicle.records import Event

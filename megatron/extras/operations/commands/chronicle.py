@@ -48,7 +48,7 @@ def draw_loss(histories: Sequence[RunHistory], names: Sequence[str], path: Path)
     figure = make_figure(8, 5.5)
     loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
     for history, name in zip(histories, names, strict=True):
-        prefix = f"{name}: " if len(names) > 1 else ""
+        prefix = f"{name}: " * (len(names) > 1)
         curve = _take_kept(history, "lm_loss")
         if len(curve[0]):
             loss.plot(*curve, linewidth=1.0, alpha=0.8, label=f"{prefix}training")

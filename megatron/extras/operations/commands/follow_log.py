@@ -79,7 +79,10 @@ class Follower:
         if commit == self._commit:
             return LogUpdate()
         # `_commit` is set last. If a download raises, the next look repeats the work.
-        news = self._read_first(commit) if self._commit is None else self._read_new(commit)
+        read = self._read_new
+        if self._commit is None:
+            read = self._read_first
+        news = read(commit)
         self._commit = commit
         return news
 
@@ -183,9 +186,12 @@ class Follower:
         data = b"".join(fresh)
         if same == len(self._oids) - 1:
             data = data[_count_common_bytes(data, self._open) :]
-        where = f"part {same}" if fresh else f"the end of part {same - 1}"
+        where = f"part {same}"
+        if not fresh:
+            where = f"the end of part {same - 1}"
+            fresh = [self._download(commit, len(oids) - 1)]
         self._oids = oids
-        self._open = fresh[-1] if fresh else self._download(commit, len(oids) - 1)
+        self._open = fresh[-1]
         return LogUpdate(data, f"{self.path} was truncated (a rollback?); it continues in {where}")
 
 

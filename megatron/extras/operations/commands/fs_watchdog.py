@@ -109,7 +109,9 @@ class Gauge:
     def describe(self) -> str:
         """Return what is used, of how much, and the percentage."""
         # Some file systems report a size of 0, for example /proc.
-        part = f" ({100 * self.used / self.full:.1f} %)" if self.full else ""
+        part = ""
+        if self.full:
+            part = f" ({100 * self.used / self.full:.1f} %)"
         return f"{self.format_amount(self.used)} of {self.format_amount(self.full)}{part}"
 
 
@@ -200,12 +202,8 @@ def check_disks(
         try:
             gauges = measure(watch, report)
         except OSError as error:
-            _alert_unseen(
-                report,
-                f"disk {watch.path}",
-                f"--watch {watch.path} cannot be checked: {error.strerror}; give a path that "
-                "exists",
-            )
+            problem = f"--watch {watch.path} cannot be checked: {error.strerror}"
+            _alert_unseen(report, f"disk {watch.path}", f"{problem}; give a path that exists")
             continue
         # The room that is left under folders' limits also bounds the checkpoints of runs in them.
         for gauge in gauges:
@@ -216,11 +214,8 @@ def check_disks(
         try:
             _check_run(run, rooms, report)
         except OSError as error:
-            _alert_unseen(
-                report,
-                f"checkpoints {run}",
-                f"--run {run} cannot be checked: {error.strerror}; give a run's --save folder",
-            )
+            problem = f"--run {run} cannot be checked: {error.strerror}"
+            _alert_unseen(report, f"checkpoints {run}", f"{problem}; give a run's --save folder")
     _write_history(history_file, history, now, report)
     return report
 
@@ -424,11 +419,8 @@ def _check_run(run: Path, rooms: Mapping[Path, int], report: CheckFindings) -> N
     report.watched |= {f"{kind} unseen", f"{kind} room"}
     found, damaged = _list_checkpoints(run)
     if damaged:
-        _alert_unseen(
-            report,
-            kind,
-            f"{run}: {'; '.join(damaged)}; tools/inspect_checkpoint.py --verify reports details",
-        )
+        details = "tools/inspect_checkpoint.py --verify reports details"
+        _alert_unseen(report, kind, f"{run}: {'; '.join(damaged)}; {details}")
     if not found:
         report.pulses.append(f"{run}: no checkpoints")
         return

@@ -116,21 +116,14 @@ def sync(given: HubSync) -> int:
         )
     # A dry run only reads. A public repository can be read without a token.
     hub = Hub(given.repo, timeout_seconds=given.timeout, log=warn, must_write=not given.dry_run)
-    request = SyncRequest(
-        hub,
-        RetryPolicy(given.patience, warn),
-        log,
-        warn,
-        given.folder,
-        given.patterns,
-        state,
-        given.create,
-        given.private,
-        given.dry_run,
-    )
+    patience = RetryPolicy(given.patience, warn)
+    what = given.folder, given.patterns, state, given.create, given.private, given.dry_run
+    request = SyncRequest(hub, patience, log, warn, *what)
     # Two syncs of one folder would overwrite each other's state file and send files twice.
     with hold_sync_lock(state, warn):
-        outcome = FolderSync(request).run() if given.patterns else SyncResult()
+        outcome = SyncResult()
+        if given.patterns:
+            outcome = FolderSync(request).run()
         if given.checkpoints is not None:
             # Checkpoints are large, so they come after the logs that people watch.
             outcome.left_out += push_checkpoints(request, given.checkpoints, given.every)

@@ -87,7 +87,8 @@ def push_checkpoints(request: SyncRequest, run: Path, every: int) -> list[str]:
             state.write(request.state)
         # One bad checkpoint does not keep the others from the Hub.
         except (CheckpointError, FileNotFoundError, OutsideError) as error:
-            reason = error.strerror if isinstance(error, OutsideError) else error
+            # The text of an OSError without a number has "[Errno 0]".
+            reason = str(error).removeprefix("[Errno 0] ")
             left_out.append(f"global_step{iteration} is left out: {reason}")
             request.warn(left_out[-1])
     return left_out
@@ -162,7 +163,9 @@ def _push(checkpoint: FinishedCheckpoint, state: SyncState, request: SyncRequest
                 # The branch is listed again in each attempt. The last commit may have succeeded
                 # although its answer was lost.
                 branches = hub.list_branches()
-                remote = hub.list_files(branches[branch]) if branch in branches else {}
+                remote = {}
+                if branch in branches:
+                    remote = hub.list_files(branches[branch])
                 (blob,) = digest(checkpoint.folder / MANIFEST, rotated=False).blobs
                 if blob.has(remote.get(MANIFEST)):
                     break
@@ -272,7 +275,9 @@ def _commit(
     names = {addition.path_in_repo for addition in additions}
     # Without a manifest no checkpoint was ever committed here. What the branch holds came with the
     # repository's first commit, and stays.
-    stale = sorted(remote.keys() - names) if MANIFEST in remote else []
+    stale = []
+    if MANIFEST in remote:
+        stale = sorted(remote.keys() - names)
     operations: list[CommitOperationAdd | CommitOperationDelete] = [*additions]
     # The Hub writes .gitattributes itself. Large files need it.
     operations += [

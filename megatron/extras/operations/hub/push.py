@@ -103,7 +103,8 @@ class SyncRequest:
         """
         if not self.create:
             raise UnknownRepositoryError(f"{missing}, or create it with --create") from missing
-        what = f"the repository {self.hub.repo}, {'private' if self.private else 'public'}"
+        kind = {True: "private", False: "public"}[self.private]
+        what = f"the repository {self.hub.repo}, {kind}"
         if self.dry_run:
             self.log(f"would create {what}")
             return False
@@ -314,8 +315,8 @@ class FolderSync:
         for local in withheld:
             self._skip(
                 local,
-                f"{local} does not exist any more, and its pattern matches no file; it is not "
-                "deleted on the Hub",
+                "does not exist any more, and its pattern matches no file; it is not deleted on "
+                "the Hub",
             )
         return deletions
 
@@ -397,7 +398,7 @@ class FolderSync:
                 reason = f"cannot be sent ({error.strerror})"
                 if isinstance(error, FileNotFoundError):
                     reason = "vanished before it was sent"
-                self._skip(group.local, f"{group.local} {reason}; left to the next sync")
+                self._skip(group.local, f"{reason}; left to the next sync")
             else:
                 additions.append((group, adds))
         ignored = self._hub.upload(MAIN, [addition for _, adds in additions for addition in adds])
@@ -405,11 +406,8 @@ class FolderSync:
         kept = []
         for group, adds in additions:
             if any(addition.path_in_repo in ignored for addition in adds):
-                self._skip(
-                    group.local,
-                    f"{group.local} is excluded by the .gitignore of {self._hub.repo}; change the "
-                    ".gitignore there",
-                )
+                excluded = f"is excluded by the .gitignore of {self._hub.repo}"
+                self._skip(group.local, f"{excluded}; change the .gitignore there")
                 continue
             operations += adds
             operations += [
@@ -470,11 +468,11 @@ class FolderSync:
 
     # Reporting
 
-    def _skip(self, local: str, line: str) -> None:
+    def _skip(self, local: str, reason: str) -> None:
         """Leave a local file out for the rest of this sync, and log the reason once."""
         if local not in self._skipped:
             self._skipped.add(local)
-            self._leave_out([line])
+            self._leave_out([f"{local} {reason}"])
 
     def _leave_out(self, lines: Sequence[str]) -> None:
         """Log warnings about what could not be done, and keep them for the result."""

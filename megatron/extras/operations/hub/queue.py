@@ -245,7 +245,9 @@ def _iterate_names(
 
     for root, folders, files in os.walk(folder, onerror=note_unlisted, followlinks=True):
         real = os.path.realpath(root)
-        below = "" if root == os.fspath(folder) else f"{os.path.relpath(root, folder)}/"
+        below = ""
+        if root != os.fspath(folder):
+            below = f"{os.path.relpath(root, folder)}/"
         wanted = sorted(name for name in folders if is_on_path(below + name))
         # `os.walk` descends into the folders that this same list holds after the loop body.
         folders[:] = []
@@ -351,8 +353,9 @@ def _split_parts(read: Callable[[int], bytes], size: int, part_bytes: int) -> It
             pending += more
             left -= len(more)
         # `rfind` gives -1 if there is no line end. The last part has all that is left.
-        end = pending.rfind(b"\n") + 1 if left else 0
-        end = end or len(pending)
+        end = pending.rfind(b"\n") + 1
+        if not left or not end:
+            end = len(pending)
         yield _digest_blob([pending[:end]], end)
         pending = pending[end:]
     # An empty log has one empty part, so that its copy exists.
@@ -551,4 +554,6 @@ def _list_copies(state: SyncState) -> dict[str, list[str]]:
 def get_known_oid(state: SyncState, remote: str) -> str | None:
     """Return the Hub's id of a remote file that we sent, or None."""
     ours = state.sent.get(remote)
-    return None if ours is None else ours.oid
+    if ours is None:
+        return None
+    return ours.oid

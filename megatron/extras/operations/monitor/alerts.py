@@ -156,7 +156,9 @@ class CheckFindings:
             print_to_stderr(f"error: {make_plain(trouble)}")
         if troubles:
             return exit_codes.USER_ERROR
-        return exit_codes.FOUND if self.alerts else exit_codes.SUCCESS
+        if self.alerts:
+            return exit_codes.FOUND
+        return exit_codes.SUCCESS
 
 
 def deliver(
@@ -193,8 +195,8 @@ def deliver(
     troubles: list[str] = []
     remark = "; alerts that had been sent are sent again"
     with _lock_memory(outlets.memory, troubles):
-        memory = read_record(outlets.memory, _AlertMemory.parse, troubles, remark)
-        memory = memory or _AlertMemory()
+        found = read_record(outlets.memory, _AlertMemory.parse, troubles, remark)
+        memory = found or _AlertMemory()
         before = asdict(memory)
         changes, due = _format_lines(alerts, watched, memory, outlets.repeat_hours * 3600.0, now)
         lines = [*(log_line("PULSE", text, now) for text in pulses), *changes]
@@ -564,7 +566,7 @@ class _Mail:
         message = EmailMessage()
         # The subject has no use for the time at the beginning of the line.
         first = lines[0].split("] ", 1)[-1]
-        more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
+        more = f" (and {len(lines) - 1} more)" * (len(lines) > 1)
         message["Subject"] = first[:_SUBJECT_CHARACTERS] + more
         message["From"] = self.sender
         message["To"] = ", ".join(self.to)

@@ -78,9 +78,13 @@ class QueuedJob:
 
     def describe(self, now: float) -> str:
         """Return what the job does, beginning with a verb: `is running for ...`."""
-        where = f"{self.id} on {self.nodes}" if self.nodes else self.id
+        where = self.id
+        if self.nodes:
+            where += f" on {self.nodes}"
         if self.runs:
-            since = "" if self.start is None else f" since {format_time(self.start)}"
+            since = ""
+            if self.start is not None:
+                since = f" since {format_time(self.start)}"
             return f"is running for {format_duration(self.running_seconds or 0.0)}{since} ({where})"
         if not self.pends:
             return f"is {self.state.lower().replace('_', ' ')} ({where})"
@@ -95,7 +99,7 @@ class QueuedJob:
                     f"is scheduled to start in {format_duration(self.start - now)} at "
                     f"{format_time(self.start)} ({self.id}, {self.reason})"
                 )
-        dependency = f", {self.dependency}" if self.dependency else ""
+        dependency = f", {self.dependency}" * bool(self.dependency)
         return f"is pending for reason {self.reason or self.state} ({self.id}{dependency})"
 
 

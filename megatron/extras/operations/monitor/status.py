@@ -22,8 +22,11 @@ from megatron.base.errors import CheckpointError, DataError, OperationsError
 from megatron.base.outside_file import open_regular
 from megatron.checkpoint.folder import find_stored_folder, read_pointed_iteration
 from megatron.checkpoint.manifest import MANIFEST
-from megatron.extras.operations.chronicle.failures import list_failure_facts
-from megatron.extras.operations.chronicle.goodput import compute_goodput, format_goodput
+from megatron.extras.operations.chronicle.goodput import (
+    compute_goodput,
+    format_goodput,
+    list_failure_facts,
+)
 from megatron.extras.operations.chronicle.history import read_history
 from megatron.extras.operations.monitor.alerts import (
     CheckFindings,
@@ -224,7 +227,9 @@ def check_run(run: WatchedRun, now: float | None = None) -> CheckFindings:
         ConfigError: A limit makes no sense.
     """
     refuse_errors(check_limits(run.limits))
-    check = _Check(run, time.time() if now is None else now)
+    if now is None:
+        now = time.time()
+    check = _Check(run, now)
     check.examine()
     return check.found
 
@@ -485,7 +490,9 @@ def read_tail(log: Path, before: StatusMemory) -> LogTail:
         status = os.fstat(file.fileno())
         data, at = _read_last_lines(file, status.st_size)
     # A log that became shorter was cut, for example by a rollback. All of it counts as new.
-    known = before.read_bytes if before.read_bytes <= status.st_size else 0
+    known = before.read_bytes
+    if known > status.st_size:
+        known = 0
     tail = LogTail(known, status.st_size)
     for line in data.split(b"\n"):
         at += len(line)

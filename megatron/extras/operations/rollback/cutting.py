@@ -205,7 +205,7 @@ def find_log_cut(path: Path, iteration: int) -> CutSpans:
     # An empty log has nothing to cut. Another log without such lines is probably the wrong file.
     if not seen and stamp[0]:
         raise OperationsError(f"{path} has no line of an iteration; give the run's main log")
-    gone = ((keep, stamp[0]),) if keep < stamp[0] else ()
+    gone = ((keep, stamp[0]),) * (keep < stamp[0])
     return CutSpans(stamp, gone, count=total - kept_lines, total=total)
 
 
@@ -237,7 +237,9 @@ def find_events_cut(path: Path, at: Axes) -> CutSpans:
         if number == 0 and begin == 0 and event is not None and event.file_version:
             head = begin, end
             continue
-        found = None if event is None else steps.is_later(event)
+        found = None
+        if event is not None:
+            found = steps.is_later(event)
         if found is not None:
             later = found
         if later:

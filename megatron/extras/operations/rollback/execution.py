@@ -168,12 +168,14 @@ def _refuse_active_run(root: Path, log: Callable[[str], None], *, dry_run: bool)
     if alive is False:
         return
     if alive:
-        cancel = f"scancel {holder.job}" if holder.job else "end it"
+        cancel = "end it"
+        if holder.job:
+            cancel = f"scancel {holder.job}"
         raise OperationsError(
             f"{root} is being written to by {holder.describe()}; {cancel}, wait until it has "
             "ended, and try again"
         )
-    check_job = f", or check that squeue does not list job {holder.job}" if holder.job else ""
+    check_job = f", or check that squeue does not list job {holder.job}" * bool(holder.job)
     log(
         f"{root} was written to by {holder.describe()}. From this host only its heartbeat shows "
         "whether it is alive. The last heartbeat was "
@@ -290,7 +292,7 @@ def _report_plan(
             f"continuing the rollback of {plan.time}, which was interrupted; some of the following "
             "steps are done already"
         )
-    beyond = f", trained to {plan.trained_to}," if plan.trained_to > plan.stood_at else ""
+    beyond = f", trained to {plan.trained_to}," * (plan.trained_to > plan.stood_at)
     log(
         f"{root}: from global_step{plan.stood_at}{beyond} back to global_step{plan.to}; what is "
         f"removed is kept in {aside}"
@@ -309,7 +311,7 @@ def _report_plan(
 
 def _report_how_to_continue(plan: RollbackPlan, log: Callable[[str], None]) -> None:
     """Print the flags to continue the run with, and the notes."""
-    more = f" and these flags:\n  {plan.flags}" if plan.flags else ""
+    more = f" and these flags:\n  {plan.flags}" * bool(plan.flags)
     log(f"continue with the run's own command{more}")
     for note in plan.notes:
         log(f"note: {note}")
@@ -434,10 +436,7 @@ def _format_intervention(plan: RollbackPlan) -> str:
         "from": plan.stood_at,
         "trained_to": plan.trained_to,
         "to": plan.to,
-        "reason": asked["reason"],
-        "skip": asked["skip"],
-        "lr": asked["lr"],
-        "override_lr_scheduler": asked["override_lr_scheduler"],
+        **{name: asked[name] for name in ("reason", "skip", "lr", "override_lr_scheduler")},
         "flags": plan.flags,
         "parts": f"{ROLLED_BACK}/{plan.name}",
         "checkpoints": plan.checkpoints,
@@ -449,7 +448,7 @@ def _format_intervention(plan: RollbackPlan) -> str:
 def _format_chronicle_entry(plan: RollbackPlan) -> str:
     """Return the entry of the chronicles in Markdown."""
     written = datetime.fromisoformat(plan.time).strftime("%Y-%m-%d %H:%M UTC")
-    trained = f" (trained to {plan.trained_to})" if plan.trained_to > plan.stood_at else ""
+    trained = f" (trained to {plan.trained_to})" * (plan.trained_to > plan.stood_at)
     reason = " ".join(plan.request["reason"].split()) or "not given"
     lines = [
         f"## {written}: rolled back from iteration {plan.stood_at}{trained} to {plan.to}",
@@ -466,12 +465,16 @@ def _format_chronicle_entry(plan: RollbackPlan) -> str:
 
 def _note(path: Path, plan: RollbackPlan, entry: str) -> None:
     """Append an entry to a file once, on a line of its own."""
-    before = load_bytes(path) if path.exists() else b""
+    before = b""
+    if path.exists():
+        before = load_bytes(path)
     # This step may be repeated. The entry holds the time of the plan, so it is unique.
     if entry.encode() in before:
         return
     # An earlier writer may have been cut off within a line.
-    gap = b"\n" if before and not before.endswith(b"\n") else b""
+    gap = b""
+    if before and not before.endswith(b"\n"):
+        gap = b"\n"
     if before and entry.startswith("#"):
         gap += b"\n"
     replace_by(path, [before + gap + entry.encode()], f".rollback.{plan.name}")

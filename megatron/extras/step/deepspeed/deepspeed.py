@@ -232,7 +232,9 @@ class DeepSpeedEngine(EngineBase):
         optimizer = self._engine.optimizer
         # BF16_Optimizer has a flat gradient of each partition, and so has offload.
         flats = getattr(optimizer, "fp32_groups_gradient_flat_partition", None)
-        flat = self._flats[fragment.flat].grad if flats is None else flats[fragment.flat]
+        flat = self._flats[fragment.flat].grad
+        if flats is not None:
+            flat = flats[fragment.flat]
         if flat is not None:
             return flat.narrow(0, fragment.at, fragment.size)
         # ZeRO has a list of tensors, which it concatenates to the flat gradient in its update.
@@ -409,7 +411,7 @@ class DeepSpeedEngine(EngineBase):
             decay["embeddings"] = config.weight_decay
 
         def add_placeholder(part: str, *, decoupled: bool) -> nn.Parameter:
-            prefix = "decoupled_" if decoupled else ""
+            prefix = "decoupled_" * decoupled
             return self._wrapped_stage.add_placeholder(prefix + part, self._mesh.device)
 
         return [
@@ -441,17 +443,10 @@ class DeepSpeedEngine(EngineBase):
         # ZeRO 3 divides a parameter group into sub-groups, each with a partition of its own.
         # Otherwise partition i belongs to group i.
         groups = getattr(optimizer, "sub_group_to_group_id", {})
-        exact = {
-            i
-            for i, group in enumerate(optimizer.optimizer.param_groups)
-            if group["part"] != "matrices"
-        }
-        return EightBitMoments(
-            optimizer.optimizer,
-            self._flats,
-            [groups.get(i, i) for i in range(len(self._flats))],
-            exact,
-        )
+        group_of = [groups.get(i, i) for i in range(len(self._flats))]
+        parts = [group["part"] for group in optimizer.optimizer.param_groups]
+        exact = {i for i, part in enumerate(parts) if part != "matrices"}
+        return EightBitMoments(optimizer.optimizer, self._flats, group_of, exact)
 
     def _find_fragments(self) -> Iterator[Fragment]:
         """Return for each parameter the run of elements that this rank's partitions hold."""
@@ -591,11 +586,9 @@ class DeepSpeedEngine(EngineBase):
         self._wrapped_stage.begin(inputs)
         if self._mesh.grid.pipeline > 1:
             self._update_activation_shape(inputs)
-            return float(
-                self._engine.eval_batch(
-                    make_empty_batches(len(inputs)), num_micro_batches=len(inputs)
-                )
-            )
+            count = len(inputs)
+            loss = self._engine.eval_batch(make_empty_batches(count), num_micro_batches=count)
+            return float(loss)
         self._engine.eval()
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         with torch.no_grad():
@@ -688,19 +681,11 @@ class DeepSpeedEngine(EngineBase):
                 f"; stage {requested} runs as stage {stage}, which is correct in every precision "
                 "and needs less memory"
             )
+        own = (self._plan, self._mesh, self._execution, self._loss_scale)
+        classes = f"{type(self._engine).__name__}, {type(self._engine.optimizer).__name__}"
         return [
-            *list_kernels(
-                self._plan,
-                self._mesh,
-                self._execution,
-                self._loss_scale,
-                "DeepSpeed's PipelineModule",
-            ),
-            (
-                "engine",
-                "DeepSpeed",
-                f"{type(self._engine).__name__}, {type(self._engine.optimizer).__name__}",
-            ),
+            *list_kernels(*own, "DeepSpeed's PipelineModule"),
+            ("engine", "DeepSpeed", classes),
             ("optimizer", *_describe_optimizer(self._plan.config.optimizer)),
             ("sharding", f"DeepSpeed, ZeRO {stage}", sharding),
         ]
@@ -718,8 +703,8 @@ def _describe_optimizer(config: OptimizerConfig) -> tuple[str, str]:
             "bitsandbytes AdamW",
             "8-bit moments for matrices, 32-bit moments for embeddings and vectors",
         )
-    where = "host memory" if config.cpu_optimizer else "DeepSpeed's partitions"
-    return "torch AdamW, fused", f"in {where}"
+    where = {True: "in host memory", False: "in DeepSpeed's partitions"}[config.cpu_optimizer]
+    return "torch AdamW, fused", where
 
 
 def import_deepspeed(device_type: str) -> Any:

@@ -68,14 +68,8 @@ class Fragment:
                 rows = slice(piece.local, piece.local + piece.rows)
                 for kind, flat in flats.items():
                     run = flat.narrow(0, self.at + first - self.start, math.prod(shape)).view(shape)
-                    yield TensorShard(
-                        kind,
-                        self.name,
-                        self.spec.shape,
-                        (piece.start, *offset[1:]),
-                        run[rows],
-                        owner,
-                    )
+                    start = (piece.start, *offset[1:])
+                    yield TensorShard(kind, self.name, self.spec.shape, start, run[rows], owner)
 
 
 def split_run(
@@ -198,7 +192,7 @@ class EightBitMoments:
             now, group["params"] = group["params"], [flat]
             # bitsandbytes reads this value only when it creates the state. So it can differ between
             # groups.
-            optimizer.args.optim_bits = 32 if index in exact else 8
+            optimizer.args.optim_bits = {True: 32, False: 8}[index in exact]
             optimizer.init_state(group, flat, index, 0)
             group["params"] = now
             self._states.append(optimizer.state[flat])

@@ -98,14 +98,8 @@ class KernelAdamW(AdamW):
             return
         self.step_count += 1
         # A fill is one launch, and the host does not wait for it.
-        step, rate, decoupled_rate = (
-            torch.full_like(decision[0], number)
-            for number in (
-                self.step_count,
-                lr,
-                choose_rate(lr, decoupled_lr, decoupled=True),
-            )
-        )
+        numbers = self.step_count, lr, choose_rate(lr, decoupled_lr, decoupled=True)
+        step, rate, decoupled_rate = (torch.full_like(decision[0], it) for it in numbers)
         rates = torch.where(self._decoupled, decoupled_rate, rate) * self._rates
         beta1, beta2 = self._betas
         settings = torch.stack(
@@ -119,13 +113,5 @@ class KernelAdamW(AdamW):
         )
         # The kernel reads gradients in the order of their memory.
         gradients = [w.grad.contiguous() for w in self._weights if w.grad is not None]
-        _update(
-            self._weights,
-            gradients,
-            *self._moments,
-            self._copies,
-            settings.float(),
-            decision.float(),
-            beta1,
-            beta2,
-        )
+        read = settings.float(), decision.float()
+        _update(self._weights, gradients, *self._moments, self._copies, *read, beta1, beta2)

@@ -37,9 +37,9 @@ def _apply(
 @_apply.register_fake
 def _make_result(x: Tensor, residual: Tensor | None, *_: object) -> Tensor:
     # The residual stream may be in fp32.
-    return torch.empty_like(
-        x if residual is None else residual, memory_format=torch.contiguous_format
-    )
+    if residual is not None:
+        x = residual
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @draw_mask_in_graph.register_kernel("cuda")
@@ -68,7 +68,10 @@ class _Drop(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # With a residual stream in fp32, the gradient that arrives is in fp32.
         grad = _apply(grads[0].to(ctx.dtype), None, *ctx.saved_tensors, *ctx.rest)
-        return grad, grads[0] if ctx.has_residual else None, None, None, None, None
+        grad_residual = None
+        if ctx.has_residual:
+            grad_residual = grads[0]
+        return grad, grad_residual, None, None, None, None
 
 
 def drop(x: Tensor, residual: Tensor | None, *place: Any) -> Tensor:

@@ -40,7 +40,9 @@ def list_options(plan: Plan, device_type: str) -> dict[str, FusedOperators]:
         operators = add_attention(model.softmax_type, operators)
     if device_type == "cuda" and find_delta_rule(plan):
         operators = add_delta_rule(plan, operators)
-    return {} if operators is None else {"operators": operators}
+    if operators is None:
+        return {}
+    return {"operators": operators}
 
 
 def choose_operators(

@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,6 @@ class GuardRecords:
     def __init__(self, root: Path) -> None:
         """Use the file in a run's folder."""
         self._root = root
-        self._known: set[str] | None = None
-        """The records since the last rollback, without their times. None before the first use."""
 
     def append(self, record: dict[str, Any]) -> None:
         """Append a record, unless the file has it already, and wait until it is on the disk.
@@ -89,8 +88,6 @@ class GuardRecords:
             OSError: The file cannot be read or written.
         """
         record = {"action": ACTION, **record}
-        if self._known is None:
-            self._known = self._read_known()
         key = _make_key(record)
         if key in self._known:
             return
@@ -98,7 +95,9 @@ class GuardRecords:
         append_lines(self._root / INTERVENTIONS, [json.dumps({"time": time, **record})])
         self._known.add(key)
 
-    def _read_known(self) -> set[str]:
+    @cached_property
+    def _known(self) -> set[str]:
+        """The records since the last rollback, without their times."""
         known: set[str] = set()
         for record in read_objects(self._root / INTERVENTIONS):
             # Iterations after a rollback do not repeat those before it, so all of them are new.

@@ -10,6 +10,9 @@ arrived.
 
 The file with the ids is in the --save folder, so that it moves with the run. This module imports no
 torch, because every import takes memory and time of the training host.
+
+A tracker gets no key or token from us. Each library reads its own environment variables and files,
+so no secret is in a command line or in the configuration.
 """
 
 import fcntl
@@ -21,18 +24,152 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatron.base.durable import replace_file, without_links
 from megatron.base.outside_file import iterate_lines, load_json
 from megatron.base.plain_text import make_plain
 from megatron.extras.operations.chronicle.records import parse_object, read_events
-from megatron.extras.watch.trackers.trackers import TRACKERS, TrackedRun, Tracker
 from megatron.observe.chronicle import CHRONICLE
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as a tracker knows it.
+
+    A run of this project gets another one when it goes back to an earlier iteration.
+    """
+
+    id: str
+    """Name and id, which no other run has."""
+    root: str
+    """Id of the first run of the lineage. Trackers show its runs as one group."""
+    parent: str | None
+    """Id of the run that this one continues, or None for the first one."""
+    parent_iteration: int
+    """Last iteration of the parent that belongs to this lineage. It is 0 without a parent."""
+
+
+class Tracker(Protocol):
+    """One tracker. Every method may raise, block for long, or print."""
+
+    def open(
+        self, run: TrackedRun, *, project: str, folder: Path, config: Mapping[str, Any]
+    ) -> None:
+        """Start a run, or continue it if the tracker knows its id.
+
+        Args:
+            run: The run.
+            project: The project that the tracker shows the run in.
+            folder: Folder for files of the tracker, the --save folder of the run.
+            config: What the tracker shows about the run, as JSON values.
+        """
+
+    def log(self, iteration: int, values: Mapping[str, float]) -> None:
+        """Store the values of an iteration, by name."""
+
+    def close(self) -> None:
+        """Store everything, and end the run."""
+
+
+class _LibraryTracker:
+    """What the trackers share whose libraries return a run with `log` and `finish`."""
+
+    def __init__(self) -> None:
+        """Create a tracker without a run."""
+        self._run: Any = None
+
+    def log(self, iteration: int, values: Mapping[str, float]) -> None:
+        """See `Tracker`."""
+        self._run.log(dict(values), step=iteration)
+
+    def close(self) -> None:
+        """See `Tracker`."""
+        run = self._run
+        self._run = None
+        if run is not None:
+            run.finish()
+
+
+class TrackioTracker(_LibraryTracker):
+    """Trackio. Its store is local, unless its environment variables name a Space or a server."""
+
+    def open(
+        self, run: TrackedRun, *, project: str, folder: Path, config: Mapping[str, Any]
+    ) -> None:
+        """See `Tracker`."""
+        import trackio
+
+        # Trackio keeps its store in one folder for all runs, so `folder` is not used. Its report of
+        # CPU and memory would be that of the feed's process.
+        self._run = trackio.init(
+            project=project,
+            name=run.id,
+            group=run.root,
+            config=dict(config),
+            resume="allow",
+            auto_log_cpu=False,
+        )
+
+
+class WandbTracker(_LibraryTracker):
+    """Weights & Biases. Without a key it works offline, with files in the folder of the run."""
+
+    def open(
+        self, run: TrackedRun, *, project: str, folder: Path, config: Mapping[str, Any]
+    ) -> None:
+        """See `Tracker`."""
+        import wandb
+
+        settings = wandb.Settings(
+            # The feed prints nothing that belongs to the run.
+            console="off",
+            silent=True,
+            save_code=False,
+            # The address of a git remote may contain a token.
+            disable_git=True,
+            # The load of the training process is of interest, and not that of the feed.
+            x_stats_pid=os.getppid(),
+        )
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", project),
+            id=run.id,
+            name=run.id,
+            group=run.root,
+            config=dict(config),
+            dir=os.environ.get("WANDB_DIR", str(folder)),
+            mode=_choose_wandb_mode(),
+            resume="allow",
+            settings=settings,
+        )
+
+
+def _choose_wandb_mode() -> Any:
+    """Return "offline" if the user has chosen no mode and has no key, and otherwise None.
+
+    Without a key, wandb would ask for one at the terminal, or fail.
+    """
+    import requests
+    import wandb
+
+    if "WANDB_MODE" in os.environ:
+        return None
+    settings = wandb.setup().settings
+    if settings.api_key or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return None
+    # `wandb login` stores the key in ~/.netrc.
+    if requests.utils.get_netrc_auth(settings.base_url) is not None:
+        return None
+    return "offline"
+
+
+TRACKERS: dict[str, Callable[[], Tracker]] = {"trackio": TrackioTracker, "wandb": WandbTracker}
+"""Name of a tracker -> its constructor. The name is also that of the package and of the extra."""
+
 
 _NESTED = {
     "task": ("tasks", "scores"),

@@ -12,13 +12,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
+from megatron.config.fields import ConfigWithOrigin
 from megatron.config.tree import Config
 from megatron.extras.watch.trackers.feed import WORKS_AGAIN, FeedRequest
 from megatron.observe.report import IterationReport, LaunchStart, ReportEvent, Sink
+from megatron.plan.rules.finding import Finding, error
 
 _CLOSE_SECONDS = 10.0
 """Longest time that the end of a launch waits for a tracker."""
@@ -49,14 +52,17 @@ class TrackerProcess:
         Call it before the launch writes into the metrics file.
         """
         command = [sys.executable, "-m", "megatron.extras.watch.trackers.feed"]
+        size = 0
         try:
+            if self.metrics.exists():
+                size = self.metrics.stat().st_size
             request = FeedRequest(
                 self.tracker,
                 self.project,
                 str(self.folder.absolute()),
                 str(self.metrics.absolute()),
                 iteration,
-                self.metrics.stat().st_size if self.metrics.exists() else 0,
+                size,
                 os.getpid(),
             )
             self._process = subprocess.Popen(
@@ -168,3 +174,10 @@ class Trackers(Sink):
             tracker.request_end()
         for tracker in self._trackers:
             tracker.close()
+
+
+def check_trackers_are_installed(settings: ConfigWithOrigin) -> Iterator[Finding]:
+    """Check that the packages of trackers are installed, without importing them."""
+    for name in settings.config.logging.tracker:
+        if find_spec(name) is None:
+            yield error(f"--tracker {name} needs the package {name}: pip install -e '.[{name}]'")
