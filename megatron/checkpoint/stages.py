@@ -153,15 +153,14 @@ class SaveStages:
                 return StageResult(published=self._finish_earlier())
             case SaveStage.PREPARE:
                 self._prepare(save)
-                return StageResult()
             case SaveStage.WRITE:
                 written = self._write(save)
                 return StageResult(written=written, warning=self._describe_slow_copy())
             case SaveStage.READ_BACK:
                 self._read_back(save)
-                return StageResult()
             case SaveStage.PUBLISH:
                 return StageResult(published=self._publish(save))
+        return StageResult()
 
     def _finish_earlier(self) -> Published | None:
         """Publish what an earlier attempt left. Return None if none left a checkpoint."""

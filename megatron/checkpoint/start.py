@@ -27,7 +27,7 @@ from megatron.checkpoint.folder import (
     remove_interrupted_leftovers,
     set_aside,
 )
-from megatron.checkpoint.lineage import Lineage, find_lineage_before
+from megatron.checkpoint.lineage import find_lineage_before
 from megatron.checkpoint.load import Checkpoint, open_checkpoint
 from megatron.checkpoint.manifest import MANIFEST, manifest_of_text
 from megatron.checkpoint.store import Store
@@ -255,7 +255,15 @@ def _take_newest_intact(
         if iteration not in saved
     ]
     lineage = find_lineage_before(root, pointer.iteration)
-    for iteration, digest in _list_candidates(root, pointer, lineage):
+    # The pointed checkpoint is taken whatever its digest, because the operator may have edited the
+    # pointers. An older one must have the digest that the lineage gives.
+    candidates: list[tuple[int, str | None]] = [(pointer.iteration, None)]
+    candidates += [
+        (entry.iteration, entry.digest)
+        for entry in reversed(lineage or ())
+        if find_stored_folder(root, entry.iteration).is_dir()
+    ]
+    for iteration, digest in candidates:
         try:
             found = _open_complete(root, iteration, known_damage)
         except DamagedError as damage:
@@ -280,20 +288,6 @@ def _take_newest_intact(
     else:
         why = f"this lineage has no older intact one; checkpoints of other lineages: {others}"
     raise _make_no_start_error(damaged, why)
-
-
-def _list_candidates(
-    root: Path, pointer: Pointer, lineage: Lineage | None
-) -> list[tuple[int, str | None]]:
-    """Return (iteration, digest of the manifest) of each checkpoint to try, in this order."""
-    # The pointed checkpoint is taken whatever its digest, because the operator may have edited the
-    # pointers. An older one must have the digest that the lineage gives.
-    older = [
-        (entry.iteration, entry.digest)
-        for entry in reversed(lineage or ())
-        if find_stored_folder(root, entry.iteration).is_dir()
-    ]
-    return [(pointer.iteration, None), *older]
 
 
 def _open_complete(

@@ -104,10 +104,10 @@ class IndexedSource(PositionSource):
             document, _ = dataset.locate(sample, column)
         return f"{dataset.indexed.prefix}: document {document}"
 
-    def _keep_notes(self, result: tuple[History, list[str]]) -> History:
-        """Keep the messages for the user, and return the history."""
-        history, notes = result
-        self._registry.notes.extend(f"{self.name}: {note}" for note in notes)
+    def _keep_notes(self, history: History) -> History:
+        """Move the messages for the user to the registry, and return the history."""
+        self._registry.notes.extend(f"{self.name}: {note}" for note in history.notes)
+        history.notes.clear()
         return history
 
     def _wrap_around(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -151,8 +151,8 @@ class IndexedSource(PositionSource):
             )
         return super().read_batch(batch_size, seq_length)
 
-    def _resume(self, recorded: History) -> tuple[History, list[str]]:
-        """Return the order that continues a recorded one, and messages about what changed."""
+    def _resume(self, recorded: History) -> History:
+        """Return the order that continues a recorded one."""
         number = sum(phase.start_sample <= self._consumed for phase in self._phases)
         return recorded.resume(self._consumed, self._phases[number - 1 :])
 
@@ -164,15 +164,14 @@ class EvaluationSource(IndexedSource):
     first one.
     """
 
-    def _resume(self, recorded: History) -> tuple[History, list[str]]:
+    def _resume(self, recorded: History) -> History:
         (requested,) = self._phases
         if requested.can_continue(recorded.segments[-1]):
             # The order may have been made for another number of samples. It is kept, since the same
             # samples in the same order keep loss curves comparable. Reading wraps around.
-            return (recorded, [])
-        return History([make_first_segment(requested)], self._registry), [
-            "data, --seed or --seq-length have changed; the set is shuffled again"
-        ]
+            return recorded
+        changed = "data, --seed or --seq-length have changed; the set is shuffled again"
+        return History([make_first_segment(requested)], self._registry, [changed])
 
     def has_samples(self, end: int) -> bool:
         """Return True, because evaluation data never end."""

@@ -233,10 +233,11 @@ def _list_dot_product(shape: ModelShape, tensor_size: int, rank: int) -> Specs:
         projection |= make_linear_specs(
             "gate", rows, config.hidden_size, Init.NORMAL, bias=bias, shard_dim=0
         )
+    if config.qk_norm is not None:
+        projection |= _list_query_key_norms(shape, config.qk_norm)
     bias = shape.has_attention_bias
     return (
         projection
-        | ({} if config.qk_norm is None else _list_query_key_norms(shape, config.qk_norm))
         | SOFTMAXES.require(config.softmax_type).list_parameters(config.num_attention_heads)
         | make_linear_specs(
             "out", config.hidden_size, q, Init.SCALED_NORMAL, bias=bias, shard_dim=1

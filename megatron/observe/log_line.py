@@ -67,6 +67,10 @@ _PARSED: dict[str, tuple[str, type[int] | type[float]]] = {
     if form != "s"
 }
 """Label -> key of the parsed dictionary, and the type of its value."""
+FIRST_START_LINE = "the first start of a run has no checkpoint to load, which is normal"
+"""Comes before `format_no_checkpoint_line`, which sounds like an error."""
+FROM_SCRATCH_LINE = "starting from scratch"
+"""Follows `format_no_checkpoint_line`."""
 _SMALLEST_TFLOPS = 0.005
 _KILL_SWITCH = "Detected kill switch at "
 _NOTHING_STARTS = "; nothing starts until it is removed"
@@ -220,11 +224,6 @@ def format_loaded_checkpoint_line(path: str, iteration: int) -> str:
     return f"successfully loaded checkpoint from {path} at iteration {iteration}"
 
 
-def format_first_start_line() -> str:
-    """Return the line before `format_no_checkpoint_line`, which sounds like an error."""
-    return "the first start of a run has no checkpoint to load, which is normal"
-
-
 def format_no_checkpoint_line(path: str) -> str:
     """Return the line for a start without a checkpoint.
 
@@ -233,14 +232,9 @@ def format_no_checkpoint_line(path: str) -> str:
     return f"Unable to find latest file at {path}/latest"
 
 
-def format_from_scratch_line() -> str:
-    """Return the line that follows `format_no_checkpoint_line`."""
-    return "starting from scratch"
-
-
 def starts_launch(line: str) -> bool:
     """Return whether a line is written once at the start of a launch, before its first step."""
-    return "successfully loaded checkpoint from " in line or format_from_scratch_line() in line
+    return "successfully loaded checkpoint from " in line or FROM_SCRATCH_LINE in line
 
 
 def format_slow_ranks_line(

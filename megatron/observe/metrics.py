@@ -229,8 +229,9 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 def encode_non_finite(value: Any) -> Any:
     """Return a value with the numbers that JSON lacks as strings, in lists and dictionaries too."""
-    is_number = isinstance(value, float) and not math.isfinite(value)
-    return json.dumps(value) if is_number else _change_items(value, encode_non_finite)
+    if isinstance(value, float) and not math.isfinite(value):
+        return json.dumps(value)
+    return _change_items(value, encode_non_finite)
 
 
 def _decode_non_finite(value: Any) -> Any:

@@ -327,12 +327,9 @@ class Exits:
         """Return the reason that this rank sees by itself."""
         if self._progress.stop_signal:
             return StopReason.SIGNAL
-        if self._ranks.rank == 0:
-            return self._rank_zero_reason(before, after)
-        return StopReason.NONE
-
-    def _rank_zero_reason(self, before: int, after: int) -> StopReason:
-        """Return the reason that rank 0 alone can see: kill switch, duration or interval."""
+        # Rank 0 alone looks for the others: kill switch, duration and interval.
+        if self._ranks.rank != 0:
+            return StopReason.NONE
         config = self._config
         if config.kill_switch_path and self._find_kill_switch(Path(config.kill_switch_path)):
             return StopReason.KILL_SWITCH

@@ -42,6 +42,7 @@ from megatron.observe.report import (
 )
 from megatron.observe.tensorboard import TensorBoard
 from megatron.observe.throughput import (
+    Amounts,
     compute_throughput,
     explain_above_peak,
     find_peak_tflops,
@@ -56,18 +57,13 @@ _LOADS_INTERVAL = 100
 
 
 @dataclass
-class _Interval:
+class _Interval(Amounts):
     """Totals over one iteration or since the last log line."""
 
     iterations: int = 0
     applied: int = 0
     nan: int = 0
     loss_sum: float = 0.0
-    seconds: float = 0.0
-    samples: int = 0
-    tokens: int = 0
-    flops: float = 0.0
-    model_flops: float = 0.0
 
     def add(self, step: "StepRecord", flops: float, model_flops: float) -> None:
         """Add one iteration to the totals."""
@@ -313,16 +309,7 @@ class Reporter:
         # The last vote is the digest of the batch.
         votes = step.result.votes
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
-        # The lower limit of the time prevents a division by zero where the clock is too coarse.
-        rates = compute_throughput(
-            samples=interval.samples,
-            tokens=interval.tokens,
-            flops=interval.flops,
-            model_flops=interval.model_flops,
-            seconds=max(interval.seconds, 1e-9),
-            devices=self._plan.world_size,
-            peak_tflops=self._peak,
-        )
+        rates = compute_throughput(interval, self._plan.world_size, self._peak)
         return IterationReport(
             iteration=state.iteration,
             train_iters=step.train_iters,
@@ -437,15 +424,9 @@ class Reporter:
             self.evaluated[name] = state.iteration, result
             self.log(format_validation_line(state.iteration, result.loss, name))
             self.log(format_measures_line(state.iteration, result, name))
+            several = test or len(results) > 1
             self._write(
-                EvaluationReport(
-                    at=at,
-                    name=name,
-                    loss=result.loss,
-                    accuracy=result.accuracy,
-                    bits_per_byte=result.bits_per_byte,
-                    is_one_of_several=test or len(results) > 1,
-                )
+                EvaluationReport(at=at, name=name, **vars(result), is_one_of_several=several)
             )
 
     def report_task(self, iteration: int, task: str, scores: Mapping[str, float]) -> None:

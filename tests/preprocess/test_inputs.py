@@ -18,8 +18,7 @@ from megatron.extras.preparation.commands.train_tokenizer import train_bpe
 from megatron.extras.preparation.preprocess import encoders
 from megatron.extras.preparation.preprocess.encoders import sample_texts
 from megatron.extras.preparation.preprocess.input_files import expand_inputs
-from megatron.extras.preparation.preprocess.inputs import Position, read_blocks
-from megatron.extras.preparation.preprocess.texts import extract_texts
+from megatron.extras.preparation.preprocess.inputs import Position, extract_texts, read_blocks
 from megatron.tokenizer.build import build_tokenizer
 
 TEXTS = tiny_corpus.texts()

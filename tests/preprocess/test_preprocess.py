@@ -22,9 +22,8 @@ from megatron.data.indexed import IndexedDataset
 from megatron.extras.preparation.commands import preprocess as preprocess_data
 from megatron.extras.preparation.preprocess.build_dataset import PreprocessJob, Summary, preprocess
 from megatron.extras.preparation.preprocess.encoders import CANDIDATES, REFERENCE, choose_encoder
-from megatron.extras.preparation.preprocess.inputs import InputBlock, Position
+from megatron.extras.preparation.preprocess.inputs import InputBlock, Position, extract_texts
 from megatron.extras.preparation.preprocess.journal import lock_output
-from megatron.extras.preparation.preprocess.texts import extract_texts
 from megatron.tokenizer.build import build_tokenizer
 
 # Bytes of a block. The fixture has 29 blocks of this size.

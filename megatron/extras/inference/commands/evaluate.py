@@ -30,7 +30,7 @@ from megatron.base.plain_text import print_line
 from megatron.console.figure import make_figure, save_figure
 from megatron.console.parse import parse_arguments
 from megatron.console.run_on_ranks import run_on_ranks
-from megatron.extras.inference.commands.loaded_model import ModelArguments, load
+from megatron.extras.inference.generate.load import ModelArguments, load
 from megatron.extras.inference.generate.staged_model import StagedModel
 from megatron.extras.inference.scoring.likelihood import Scorer, TextLoss
 from megatron.extras.inference.scoring.tasks import find_tasks, harden_manager, select_metrics
@@ -67,6 +67,10 @@ class EvaluateArguments(ModelArguments):
     """Also write the results as TensorBoard events, at the checkpoint's iteration."""
 
 
+_MEASURES = ("loss", "perplexity", "bits_per_byte")
+"""What is reported of `TextLoss`."""
+
+
 @dataclass
 class Evaluation:
     """The results of a checkpoint."""
@@ -85,11 +89,7 @@ class Evaluation:
         """Return task or file, measure, and value of each result."""
         rows = []
         for name, loss in self.texts.items():
-            rows += [
-                (name, "loss", loss.loss),
-                (name, "perplexity", loss.perplexity),
-                (name, "bits per byte", loss.bits_per_byte),
-            ]
+            rows += [(name, key.replace("_", " "), getattr(loss, key)) for key in _MEASURES]
         for task, metrics in self.tasks.items():
             rows += [
                 (task, metric, float(value))
@@ -101,13 +101,7 @@ class Evaluation:
     def to_json(self) -> dict[str, Any]:
         """Return all results as plain data."""
         texts = {
-            name: {
-                "tokens": loss.tokens,
-                "bytes": loss.bytes,
-                "loss": loss.loss,
-                "perplexity": loss.perplexity,
-                "bits_per_byte": loss.bits_per_byte,
-            }
+            name: {key: getattr(loss, key) for key in ("tokens", "bytes", *_MEASURES)}
             for name, loss in self.texts.items()
         }
         record = {"texts": texts, "tasks": self.tasks, "items": self.items}

@@ -24,7 +24,6 @@ from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.config.data import TokenizerConfig
 from megatron.console.parse import parse_arguments
 from megatron.console.run_on_ranks import run_on_ranks
-from megatron.extras.inference.commands.loaded_model import ModelArguments, load
 from megatron.extras.inference.generate.generation import (
     CONTEXT_LENGTH,
     Continuation,
@@ -32,7 +31,7 @@ from megatron.extras.inference.generate.generation import (
     check_prompt,
     generate,
 )
-from megatron.extras.inference.generate.load import store_for_single_prompts
+from megatron.extras.inference.generate.load import ModelArguments, load, store_for_single_prompts
 from megatron.extras.inference.generate.sampling import SamplingOptions, check_sampling
 from megatron.extras.samples.chat.template import (
     load_chat_template,

@@ -54,32 +54,6 @@ from megatron.model.shape import ModelShape
 from megatron.parallel.shard import Kind
 from megatron.run.state import TrainState
 
-Trainer = Literal[
-    "megatron-deepspeed",
-    "megatron-lm",
-    "gpt-neox",
-    "nanogpt",
-    "llm-baselines",
-    "fms-fsdp",
-]
-
-
-@dataclass(frozen=True)
-class ForeignImport:
-    """What to import."""
-
-    path: Path
-    """File or folder of the checkpoint, or folder of several."""
-    out: Path
-    """Folder of the new checkpoint. It must not exist."""
-    trainer: Trainer
-    vocab_size: int | None = None
-    """Number of token ids. None: that of the checkpoint, or all rows of its embedding."""
-    weights_only: bool = False
-    """Leave out the optimizer's states. Those of GPT-NeoX are never read."""
-    flags: tuple[str, ...] = ()
-    """Flags of the run. Where the checkpoint has its settings, these flags replace them."""
-
 
 class ForeignCheckpoint(Protocol):
     """An opened checkpoint of another trainer."""
@@ -120,60 +94,6 @@ class ForeignCheckpoint(Protocol):
         Raises:
             CheckpointError: the tensors do not fit the settings.
         """
-
-
-def import_checkpoint(
-    command: ForeignImport, log: Callable[[str], None] = lambda line: None
-) -> None:
-    """Write a checkpoint of another trainer as one of this trainer, of the same iteration.
-
-    It gets its name after all of it was written. The files are pickles, and nothing in them is run
-    (`unpickle.py`).
-
-    Raises:
-        ConfigError: `out` exists, or the run has a setting that is not possible here.
-        CheckpointError: a file is missing, damaged, or contains what is not allowed, or the tensors
-            do not fit the settings.
-        OSError: a file cannot be written.
-    """
-    check_is_new(command.out)
-    checkpoint = _open(command)
-    vocab_size = command.vocab_size or checkpoint.vocab_size
-    if vocab_size is None:
-        vocab_size = checkpoint.count_rows()
-        log(
-            f"all {vocab_size} rows of the embedding are imported; give --vocab-size to leave out "
-            "the padding"
-        )
-    loaded, unused = checkpoint.load_config(command.flags, vocab_size)
-    for warning in loaded.warnings:
-        log(warning)
-    if unused:
-        log(f"not used of the saved arguments: {', '.join(unused)}")
-    kinds, scalars = choose_states(checkpoint.steps, log)
-    shape = ModelShape(loaded.config.model, vocab_size, vocab_size)
-    tensors = checkpoint.list_tensors(loaded, shape, kinds)
-    state = checkpoint.make_state(loaded)
-    contents = CheckpointContents(
-        checkpoint.iteration,
-        scalars=scalars,
-        state=state.to_json(),
-        config_yaml=dump_yaml(loaded.config),
-        version=get_code_version(),
-        layout=f"imported from {command.trainer}{checkpoint.layout}",
-    )
-    write_checkpoint(command.out, tensors, contents)
-    log(
-        f"iteration {checkpoint.iteration}, {state.consumed_samples:,} samples, "
-        f"{state.consumed_tokens:,} tokens, {state.lr_samples:,} samples of the learning rate"
-    )
-
-
-def _open(command: ForeignImport) -> ForeignCheckpoint:
-    trainer = command.trainer
-    if trainer in ("megatron-deepspeed", "megatron-lm", "gpt-neox"):
-        return open_megatron(trainer, command.path, weights_only=command.weights_only)
-    return open_trainer(trainer, command.path, weights_only=command.weights_only)
 
 
 OutputFolder = Annotated[Path, tyro.conf.arg(aliases=["--output"])]
@@ -299,7 +219,7 @@ Command = (
     | Annotated[FromFms, tyro.conf.subcommand("from-fms-fsdp")]
 )
 
-_TRAINERS: dict[type, Trainer] = {
+_TRAINERS: dict[type, str] = {
     FromMegatronDeepSpeed: "megatron-deepspeed",
     FromMegatronLM: "megatron-lm",
     FromNeox: "gpt-neox",
@@ -356,28 +276,61 @@ def run_import(command: FromHF) -> None:
     print_line(f"{command.model} is imported to {command.out}")
 
 
-def run_foreign_import(command: FromMegatron | FromNeox | FromTrainer, flags: list[str]) -> None:
-    """Import a checkpoint of another trainer.
+def import_checkpoint(
+    command: FromMegatron | FromNeox | FromTrainer, flags: Sequence[str], log: Callable[[str], None]
+) -> None:
+    """Write a checkpoint of another trainer as one of this trainer, of the same iteration.
+
+    It gets its name after all of it was written. The files are pickles, and nothing in them is run
+    (`unpickle.py`).
 
     Args:
-        command: The command.
-        flags: The flags of the run.
+        command: What to import.
+        flags: Flags of the run. Where the checkpoint has its settings, these flags replace them.
+        log: Receives lines for the user.
 
     Raises:
-        MegatronError: See `import_checkpoint`.
+        ConfigError: `out` exists, or the run has a setting that is not possible here.
+        CheckpointError: a file is missing, damaged, or contains what is not allowed, or the tensors
+            do not fit the settings.
+        OSError: a file cannot be written.
     """
-    import_checkpoint(
-        ForeignImport(
-            command.load,
-            command.out,
-            _TRAINERS[type(command)],
-            command.vocab_size,
-            isinstance(command, FromNeox) or command.weights_only,
-            tuple(flags),
-        ),
-        print_line,
+    check_is_new(command.out)
+    trainer = _TRAINERS[type(command)]
+    # The optimizer's states of GPT-NeoX are never read.
+    weights_only = isinstance(command, FromNeox) or command.weights_only
+    opener = open_trainer if isinstance(command, FromTrainer) else open_megatron
+    checkpoint: ForeignCheckpoint = opener(trainer, command.load, weights_only=weights_only)
+    vocab_size = command.vocab_size or checkpoint.vocab_size
+    if vocab_size is None:
+        vocab_size = checkpoint.count_rows()
+        log(
+            f"all {vocab_size} rows of the embedding are imported; give --vocab-size to leave out "
+            "the padding"
+        )
+    loaded, unused = checkpoint.load_config(flags, vocab_size)
+    for warning in loaded.warnings:
+        log(warning)
+    if unused:
+        log(f"not used of the saved arguments: {', '.join(unused)}")
+    kinds, scalars = choose_states(checkpoint.steps, log)
+    shape = ModelShape(loaded.config.model, vocab_size, vocab_size)
+    tensors = checkpoint.list_tensors(loaded, shape, kinds)
+    state = checkpoint.make_state(loaded)
+    contents = CheckpointContents(
+        checkpoint.iteration,
+        scalars=scalars,
+        state=state.to_json(),
+        config_yaml=dump_yaml(loaded.config),
+        version=get_code_version(),
+        layout=f"imported from {trainer}{checkpoint.layout}",
     )
-    print_line(f"{command.load} is imported to {command.out}")
+    write_checkpoint(command.out, tensors, contents)
+    log(
+        f"iteration {checkpoint.iteration}, {state.consumed_samples:,} samples, "
+        f"{state.consumed_tokens:,} tokens, {state.lr_samples:,} samples of the learning rate"
+    )
+    log(f"{command.load} is imported to {command.out}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -400,7 +353,7 @@ def main(argv: list[str] | None = None) -> int:
         elif isinstance(command, FromHF):
             run_import(command)
         else:
-            run_foreign_import(command, flags or [])
+            import_checkpoint(command, flags or [], print_line)
         return 0
 
     return run_tool(convert)

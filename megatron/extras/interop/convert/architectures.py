@@ -228,40 +228,78 @@ _QWEN_LINEAR = {"linear_norm_placement": "input", "linear_allow_neg_eigval": Fal
 _OLMO_LINEAR = {"linear_norm_placement": "input", "linear_norm_epsilon": 1e-5}
 
 
+_LLAMA_PARTS = {
+    **_INPUT_NORM,
+    **_NO_QK_NORM,
+    "sliding_window": None,
+    **_EVERY_ROPE,
+    "full_attention_layers": None,
+    **_NO_SINKS,
+    **_PLAIN,
+}
+"""What a class like Llama has, unless a field of config.json gives it."""
+_HEAD_DIM = HeadDim()
+_DERIVED_SIZE = HeadDim(declared=False)
+_ROPE = Rope()
+_NO_BIASES = Biases(attention=False, mlp=False)
+_ATTENTION_BIAS = Biases(mlp=False)
+
+
 def _make_llama_like(
     model_type: str,
     class_name: str,
-    *pairs: Pair,
+    biases: Biases,
+    *layers: Pair,
+    head_dim: Pair | None = _HEAD_DIM,
+    rope: Pair = _ROPE,
+    activation: Pair = _SILU,
+    parts: Mapping[str, Any] | None = None,
     modules: Mapping[str, str] = _LLAMA_MODULES,
-    constants: Mapping[str, float] | None = None,
-    hf_fields: Mapping[str, Any] | None = None,
+    qkv: tuple[str, ...] = _LLAMA_QKV,
     experts: tuple[ExpertFields | DeepseekExperts, ExpertNames] | None = None,
-    softmax: Mapping[str, Any] = _NO_SINKS,
     latents: Pair | None = None,
     linear: LinearLayers | None = None,
-    plain: Mapping[str, Any] = _PLAIN,
     **more: Any,
 ) -> Architecture:
-    """Return an architecture with the names of Llama, and its sizes beside `pairs`."""
+    """Return an architecture with the names of Llama, and its sizes.
+
+    Args:
+        model_type: See `Architecture`.
+        class_name: See `Architecture`.
+        biases: The biases.
+        layers: What differs between layers, such as windows.
+        head_dim: The width of a head. None: `latents` has it.
+        rope: The rotary positions.
+        activation: The activation of MLPs.
+        parts: What differs from `_LLAMA_PARTS`.
+        modules: Our modules -> theirs, without those of experts.
+        qkv: See `Architecture`.
+        experts: Fields and names of experts. None: the class has none.
+        latents: The fields of latent attention. None: the class has none.
+        linear: The fields of gated delta nets. None: the class has none.
+        more: Other fields of `Architecture`.
+    """
     mlp: tuple[Pair, ...] = (Same("ffn_hidden_size", "intermediate_size"), Needed(NO_EXPERTS))
     names = None
     if experts is not None:
         fields, names = experts
         mlp = (fields,)
         modules = {**modules, **names.modules}
+    pairs: list[Pair] = [rope, *layers, activation, biases]
+    if head_dim is not None:
+        pairs.insert(0, head_dim)
+    given = {name for pair in pairs for name in pair.model_fields}
+    fixed = _LLAMA_PARTS | dict(parts or {})
+    needed = Needed({name: value for name, value in fixed.items() if name not in given})
+    others: tuple[Pair, ...] = (linear or Needed(NO_DELTA_NETS), latents or Needed(NO_LATENTS))
     return Architecture(
         model_type,
         class_name,
-        (
-            *(*_LLAMA_SIZES, *mlp, *pairs, Needed({**softmax, **plain})),
-            *(linear or Needed(NO_DELTA_NETS), latents or Needed(NO_LATENTS)),
-        ),
+        (*_LLAMA_SIZES, *mlp, *pairs, needed, *others),
         modules,
         "model.layers",
-        more.pop("qkv", _LLAMA_QKV),
+        qkv,
         not_stored=_FREQUENCIES,
-        constants=constants or {},
-        hf_fields=hf_fields or {},
         experts=names,
         **more,
     )
@@ -278,10 +316,9 @@ def _make_deepseek(version: Literal["V2", "V3"], **more: Any) -> Architecture:
     return _make_llama_like(
         f"deepseek_{version.lower()}",
         f"Deepseek{version}ForCausalLM",
-        LatentRope(),
-        _SILU,
-        Biases(attention=False, mlp=False),
-        Needed(_INPUT_NORM | _NO_QK_NORM | _EVERY_TOKEN | _EVERY_ROPE),
+        _NO_BIASES,
+        head_dim=None,
+        rope=LatentRope(),
         modules=_LLAMA_MODULES | LATENT_MODULES,
         experts=(DeepseekExperts(version), ExpertNames()),
         latents=Latents(),
@@ -290,83 +327,56 @@ def _make_deepseek(version: Literal["V2", "V3"], **more: Any) -> Architecture:
 
 
 ARCHITECTURES: tuple[Architecture, ...] = (
+    _make_llama_like("llama", "LlamaForCausalLM", Biases()),
     _make_llama_like(
-        "llama",
-        "LlamaForCausalLM",
-        HeadDim(),
-        Rope(),
-        _SILU,
-        Biases(),
-        Needed(_INPUT_NORM | _NO_QK_NORM | _EVERY_TOKEN | _EVERY_ROPE),
-    ),
-    _make_llama_like(
-        "mistral",
-        "MistralForCausalLM",
-        HeadDim(),
-        Rope(),
-        Same("sliding_window", "sliding_window"),
-        _SILU,
-        Biases(attention=False, mlp=False),
-        Needed(_INPUT_NORM | _NO_QK_NORM | _EVERY_ROPE | {"full_attention_layers": None}),
+        "mistral", "MistralForCausalLM", _NO_BIASES, Same("sliding_window", "sliding_window")
     ),
     _make_llama_like(
         "qwen3",
         "Qwen3ForCausalLM",
-        HeadDim(),
-        Rope(),
+        _ATTENTION_BIAS,
         Windows(switch=True),
-        _SILU,
-        Biases(mlp=False),
-        Needed(_INPUT_NORM | {"qk_norm": "head"} | _EVERY_ROPE),
+        parts={"qk_norm": "head"},
     ),
     _make_llama_like(
         "qwen2",
         "Qwen2ForCausalLM",
-        HeadDim(declared=False),
-        Rope(),
-        Windows(switch=True),
-        _SILU,
         Biases(attention=False, mlp=False, qkv=True),
-        Needed(_INPUT_NORM | _NO_QK_NORM | _EVERY_ROPE),
+        Windows(switch=True),
+        head_dim=_DERIVED_SIZE,
     ),
     _make_llama_like(
         "smollm3",
         "SmolLM3ForCausalLM",
-        HeadDim(declared=False),
-        Rope(),
+        Biases(),
         Windows(switch=True),
         LayersWithoutRope(),
-        _SILU,
-        Biases(),
-        Needed(_INPUT_NORM | _NO_QK_NORM),
+        head_dim=_DERIVED_SIZE,
     ),
     _make_llama_like(
         "olmo2",
         "Olmo2ForCausalLM",
-        HeadDim(declared=False),
-        Rope(),
-        _SILU,
-        Biases(mlp=False),
-        Needed(_OLMO_NORMS | _EVERY_TOKEN | _EVERY_ROPE),
+        _ATTENTION_BIAS,
+        head_dim=_DERIVED_SIZE,
+        parts=_OLMO_NORMS,
         modules=_OLMO_MODULES,
     ),
     _make_llama_like(
         "olmo3",
         "Olmo3ForCausalLM",
-        HeadDim(declared=False),
-        Rope(by_layer_type=True),
+        _ATTENTION_BIAS,
         Windows(always=True),
-        _SILU,
-        Biases(mlp=False),
-        Needed(_OLMO_NORMS | _EVERY_ROPE),
+        head_dim=_DERIVED_SIZE,
+        rope=Rope(by_layer_type=True),
+        parts=_OLMO_NORMS,
         modules=_OLMO_MODULES,
     ),
     _make_llama_like(
         "apertus",
         "ApertusForCausalLM",
-        HeadDim(declared=False),
-        Rope(),
-        Cases(
+        _ATTENTION_BIAS,
+        head_dim=_DERIVED_SIZE,
+        activation=Cases(
             "hidden_act",
             (
                 ("xielu", _PLAIN_MLP | {"activation": "xielu", "bias_gelu_fusion": True}),
@@ -374,8 +384,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
                 ("relu2", _PLAIN_MLP | {"activation": "squared_relu", "bias_gelu_fusion": True}),
             ),
         ),
-        Biases(mlp=False),
-        Needed(_INPUT_NORM | {"qk_norm": "head"} | _EVERY_TOKEN | _EVERY_ROPE),
+        parts={"qk_norm": "head"},
         modules=_LLAMA_MODULES
         | {
             "input_norm": "attention_layernorm",
@@ -388,34 +397,25 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     _make_llama_like(
         "olmoe",
         "OlmoeForCausalLM",
-        HeadDim(declared=False),
-        Rope(),
-        _SILU,
-        Biases(mlp=False),
-        Needed(_INPUT_NORM | {"qk_norm": "full"} | _EVERY_TOKEN | _EVERY_ROPE),
+        _ATTENTION_BIAS,
+        head_dim=_DERIVED_SIZE,
+        parts={"qk_norm": "full"},
         hf_fields={"clip_qkv": None},
         experts=(ExpertFields("num_experts", "num_local_experts"), ExpertNames()),
     ),
     _make_llama_like(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
-        HeadDim(),
-        Rope(),
-        _SILU,
-        Biases(mlp=False),
-        Needed(_INPUT_NORM | {"qk_norm": "head"} | _EVERY_TOKEN | _EVERY_ROPE),
+        _ATTENTION_BIAS,
+        parts={"qk_norm": "head"},
         hf_fields={"use_sliding_window": False},
         experts=(ExpertFields("num_experts", "num_local_experts", with_mlp=True), ExpertNames()),
     ),
     _make_llama_like(
         "mixtral",
         "MixtralForCausalLM",
-        HeadDim(),
-        Rope(),
+        _NO_BIASES,
         Same("sliding_window", "sliding_window"),
-        _SILU,
-        Biases(attention=False, mlp=False),
-        Needed(_INPUT_NORM | _NO_QK_NORM | _EVERY_ROPE | {"full_attention_layers": None}),
         hf_fields={"router_jitter_noise": 0.0},
         experts=(
             ExpertFields("num_local_experts", "num_experts", normalised=True),
@@ -425,13 +425,10 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     _make_llama_like(
         "gpt_oss",
         "GptOssForCausalLM",
-        HeadDim(),
-        Rope(),
-        Windows(always=True),
-        Needed(_GATED | {"glu_activation": "clamped_swiglu"}),
         Biases(mlp=True),
-        Needed(_INPUT_NORM | _NO_QK_NORM | _EVERY_ROPE),
-        softmax={"softmax_type": "learnable"},
+        Windows(always=True),
+        activation=Needed(_GATED | {"glu_activation": "clamped_swiglu"}),
+        parts={"softmax_type": "learnable"},
         modules=_LLAMA_MODULES | {"attention.sink": "self_attn.sinks"},
         hf_fields={"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         experts=(
@@ -452,11 +449,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     _make_llama_like(
         "qwen3_next",
         "Qwen3NextForCausalLM",
-        HeadDim(),
-        Rope(partial=True),
-        _SILU,
-        Biases(mlp=False),
-        Needed(_INPUT_NORM | {"qk_norm": "head"} | _EVERY_TOKEN | _EVERY_ROPE),
+        _ATTENTION_BIAS,
+        rope=Rope(partial=True),
+        parts={"qk_norm": "head", "attention_output_gate": True, "apply_layernorm_1p": True},
         modules=_LLAMA_MODULES
         | {
             "attention.gate": "self_attn.q_proj.gate",
@@ -470,7 +465,6 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             ExpertNames(),
         ),
         linear=LinearLayers(_QWEN_LINEAR),
-        plain={"attention_output_gate": True, "apply_layernorm_1p": True},
         qkv=("self_attn.q_proj.query", *_LLAMA_QKV[1:]),
         linear_modules=QWEN_LINEAR_MODULES,
         packed=QWEN_PACKED,
@@ -479,11 +473,10 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     _make_llama_like(
         "olmo_hybrid",
         "OlmoHybridForCausalLM",
-        HeadDim(declared=False),
-        OptionalRope(),
-        _SILU,
-        Biases(mlp=False),
-        Needed(_OLMO_NORMS | _EVERY_TOKEN),
+        _ATTENTION_BIAS,
+        head_dim=_DERIVED_SIZE,
+        rope=OptionalRope(),
+        parts=_OLMO_NORMS,
         modules=_OLMO_MODULES,
         linear=LinearLayers(_OLMO_LINEAR, ("linear_allow_neg_eigval",), "log-uniform"),
         linear_modules=OLMO_LINEAR_MODULES,

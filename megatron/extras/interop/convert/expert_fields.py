@@ -13,19 +13,20 @@ from megatron.config.model import ModelConfig
 from megatron.extras.interop.convert.fields import (
     NO_EXPERTS,
     describe_expert_layers,
-    describe_setting,
+    make_refusal,
 )
 from megatron.model.shape import ModelShape
 
+_SHARED = "moe_shared_expert_intermediate_size"
 _READ = {
     "num_experts",
     "moe_router_topk",
     "moe_ffn_hidden_size",
     "moe_layer_freq",
     "moe_router_pre_softmax",
+    _SHARED,
 }
 """The fields that the classes here can express. The others must have their defaults."""
-_SHARED = "moe_shared_expert_intermediate_size"
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,11 @@ class ExpertFields:
         # The shared expert of Qwen3-Next always has a gate.
         expected = NO_EXPERTS | {"moe_shared_expert_gate": self.shared}
         # Groups and sigmoid are parts of classes that are not converted.
-        for name in NO_EXPERTS.keys() - _READ - {_SHARED}:
-            value = getattr(model, name)
-            if value != expected[name]:
-                raise ConfigError(f"{describe_setting(name, value)} has no equivalent")
+        for name, value in expected.items():
+            if name not in _READ and getattr(model, name) != value:
+                raise make_refusal(model, name)
         if (getattr(model, _SHARED) is not None) != self.shared:
-            raise ConfigError(
-                f"{describe_setting(_SHARED, getattr(model, _SHARED))} has no equivalent"
-            )
+            raise make_refusal(model, _SHARED)
         found: dict[str, Any] = {
             self.number: model.num_experts,
             "num_experts_per_tok": model.moe_router_topk,
@@ -84,10 +82,7 @@ class ExpertFields:
                 "decoder_sparse_step": 1,
             }
         if dense:
-            raise ConfigError(
-                f"{describe_setting('moe_layer_freq', model.moe_layer_freq)} has no equivalent: "
-                "all layers of the class have experts"
-            )
+            raise make_refusal(model, "moe_layer_freq", ": all layers of the class have experts")
         return found | {"intermediate_size": model.moe_ffn_hidden_size}
 
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:

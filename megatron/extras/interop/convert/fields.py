@@ -185,12 +185,8 @@ class Derived:
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """See `Pair`."""
-        value = getattr(model, self.name)
-        if value != self.compute(model):
-            raise ConfigError(
-                f"{describe_setting(self.name, value)} has no equivalent, only "
-                f"{self.compute(model)}"
-            )
+        if getattr(model, self.name) != self.compute(model):
+            raise make_refusal(model, self.name, f", only {self.compute(model)}")
         return {}
 
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,10 +201,7 @@ class HeadDim:
     declared: bool = True
     """Whether the class declares the field."""
 
-    @property
-    def model_fields(self) -> tuple[str, ...]:
-        """See `Pair`."""
-        return ("kv_channels",)
+    model_fields = ("kv_channels",)
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """See `Pair`."""
@@ -233,10 +226,7 @@ class Biases:
     qkv: bool = False
     """Whether the projections to queries, keys and values have biases in any case."""
 
-    @property
-    def model_fields(self) -> tuple[str, ...]:
-        """See `Pair`."""
-        return ("add_bias_linear", "add_qkv_bias", "add_attention_bias", "add_mlp_bias")
+    model_fields = ("add_bias_linear", "add_qkv_bias", "add_attention_bias", "add_mlp_bias")
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """See `Pair`."""
@@ -417,10 +407,7 @@ class Windows:
     always: bool = False
     """Whether the class needs a window, as OLMo 3 does."""
 
-    @property
-    def model_fields(self) -> tuple[str, ...]:
-        """See `Pair`."""
-        return ("sliding_window", "full_attention_layers")
+    model_fields = ("sliding_window", "full_attention_layers")
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """See `Pair`."""
@@ -462,10 +449,7 @@ class Windows:
 class LayersWithoutRope:
     """`no_rope_layers` of SmolLM3, which has a 1 for each layer that is rotated."""
 
-    @property
-    def model_fields(self) -> tuple[str, ...]:
-        """See `Pair`."""
-        return ("no_rope_layers",)
+    model_fields = ("no_rope_layers",)
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """See `Pair`."""
@@ -486,6 +470,11 @@ class LayersWithoutRope:
 def describe_setting(name: str, value: Any) -> str:
     """Return a field of `ModelConfig` as a flag."""
     return all_fields()[f"model.{name}"].spell(value)
+
+
+def make_refusal(model: ModelConfig, name: str, more: str = "") -> ConfigError:
+    """Return the error for a setting that their classes do not have."""
+    return ConfigError(f"{describe_setting(name, getattr(model, name))} has no equivalent{more}")
 
 
 def describe_expert_layers(chosen: Collection[int], num_layers: int) -> str:

@@ -11,7 +11,7 @@ from megatron.extras.interop.convert.fields import (
     NO_EXPERTS,
     Rope,
     describe_expert_layers,
-    describe_setting,
+    make_refusal,
 )
 from megatron.model.shape import ModelShape
 
@@ -189,25 +189,19 @@ class DeepseekExperts:
         groups, best = model.moe_router_num_groups, model.moe_router_group_topk
         for name, value in self._list_fixed(grouped=groups is not None).items():
             if getattr(model, name) != value:
-                raise ConfigError(
-                    f"{describe_setting(name, getattr(model, name))} has no equivalent"
-                )
+                raise make_refusal(model, name)
         self._check_choice(model.moe_router_topk, groups, best)
         width = ModelShape(model, 0, 0).expert_width
         shared = getattr(model, _SHARED)
         if not shared or shared % width:
-            raise ConfigError(
-                f"{describe_setting(_SHARED, shared)} has no equivalent: the class has shared "
-                f"experts, each {width} wide"
-            )
+            reason = f": the class has shared experts, each {width} wide"
+            raise make_refusal(model, _SHARED, reason)
         # Several shared experts are one MLP, because each token uses all of them.
         experts = ModelShape(model, 0, 0).expert_layers
         first = model.num_layers - len(experts)
         if experts != frozenset(range(first, model.num_layers)):
-            raise ConfigError(
-                f"{describe_setting('moe_layer_freq', model.moe_layer_freq)} has no equivalent: "
-                "only the first layers of the class may have an MLP"
-            )
+            reason = ": only the first layers of the class may have an MLP"
+            raise make_refusal(model, "moe_layer_freq", reason)
         found: dict[str, Any] = {
             "n_routed_experts": model.num_experts,
             "num_experts_per_tok": model.moe_router_topk,

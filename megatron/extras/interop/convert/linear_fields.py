@@ -11,6 +11,7 @@ from megatron.extras.interop.convert.fields import (
     Rope,
     describe_chosen_layers,
     describe_setting,
+    make_refusal,
 )
 from megatron.extras.interop.convert.packed import Packed
 from megatron.model.shape import ModelShape
@@ -49,10 +50,7 @@ class LinearLayers:
         needed = {"linear_norm_epsilon": model.layernorm_epsilon, **self.fixed}
         for name, value in needed.items():
             if getattr(model, name) != value:
-                raise ConfigError(
-                    f"{describe_setting(name, getattr(model, name))} has no equivalent, only "
-                    f"{describe_setting(name, value)}"
-                )
+                raise make_refusal(model, name, f", only {describe_setting(name, value)}")
         # Both classes take the list in place of an interval.
         kinds = [(_FULL, _LINEAR)[at in layers] for at in range(model.num_layers)]
         same = {name: getattr(model, name) for name in (*_SIZES, *self.same)}
@@ -103,10 +101,8 @@ class OptionalRope(Rope):
         if rotated == {False}:
             return {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
         if len(rotated) > 1:
-            raise ConfigError(
-                f"{describe_setting('no_rope_layers', model.no_rope_layers)} has no equivalent: "
-                "all layers with attention have positions, or none has"
-            )
+            reason = ": all layers with attention have positions, or none has"
+            raise make_refusal(model, "no_rope_layers", reason)
         return super().write(model)
 
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -361,10 +361,7 @@ def _open_file(
     Raises:
         CheckpointError: the optimizer's states do not belong to these weights.
     """
-    weights = {
-        strip_wrappers(name): tensor
-        for name, tensor in flatten_tensors(_read_mapping(path, state, "model")).items()
-    }
+    weights = _read_weights(path, state, "model")
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     tensors: dict[Kind, Mapping[str, Tensor]] = {"weight": weights}
     steps = None

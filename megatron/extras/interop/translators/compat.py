@@ -204,6 +204,11 @@ class FlagValues:
             return None
         return item.value
 
+    def list_warmups(self) -> list[Any]:
+        """Return the warm-ups that are given, in any unit."""
+        found = map(self.get_field, ("optimizer.lr_warmup_iters", *OTHER_WARMUPS))
+        return [value for value in found if value is not None]
+
     def __contains__(self, flag: str) -> bool:
         """Return whether another system's flag is given."""
         return flag in self._typed

@@ -455,12 +455,10 @@ def _compute_wsd_floor(values: FlagValues) -> Computed:
 
 
 def _compute_wsd_start(values: FlagValues) -> Computed:
-    warmups = ("optimizer.lr_warmup_iters", *OTHER_WARMUPS)
-    if not any(values.get_field(dotted) for dotted in warmups):
+    if not any(values.list_warmups()):
         return None, ""
-    return values.get_field(
-        "optimizer.lr"
-    ) / 100, "a hundredth of the peak rate, as in llm-baselines"
+    peak = values.get_field("optimizer.lr")
+    return peak / 100, "a hundredth of the peak rate, as in llm-baselines"
 
 
 def _compute_one_cycle_floor(values: FlagValues) -> Computed:
@@ -497,10 +495,9 @@ def _find_fms_warmup(values: FlagValues) -> int | None:
     """Return the iterations of fms-fsdp's warm-up, or None if the rate has another schedule."""
     steps = values.get_field("batch.train_iters")
     # Another warm-up that was given is one of this trainer's schedules.
-    warmups = ("optimizer.lr_warmup_iters", *OTHER_WARMUPS)
-    if any(values.get_field(dotted) is not None for dotted in warmups):
+    if values.list_warmups() or steps is None:
         return None
-    if steps is None or values.get_field("optimizer.lr_decay_style") != "cosine":
+    if values.get_field("optimizer.lr_decay_style") != "cosine":
         return None
     return min(2000, int(steps) // 20)
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 from megatron.extras.interop.translators.compat import (
     NEOX,
-    OTHER_WARMUPS,
     Computed,
     Derivation,
     FlagValues,
@@ -118,9 +117,8 @@ def _compute_window(values: FlagValues) -> Computed:
 
 
 def _compute_warmup(values: FlagValues) -> Computed:
-    others = ("optimizer.lr_warmup_iters", *OTHER_WARMUPS)
     # A warm-up of the command line replaces the fraction of the file.
-    if any(values.get_field(dotted) is not None for dotted in others):
+    if values.list_warmups():
         return None, ""
     return values.get_number("warmup", 0.01), "warmup, a fraction of the decay"
 

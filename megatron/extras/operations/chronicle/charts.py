@@ -169,9 +169,7 @@ def build_charts(
         # A run that ended before its first iteration has no curves.
         if not len(history.kept):
             continue
-        prefix = ""
-        if is_compared:
-            prefix = f"{names[number]}: "
+        prefix = f"{names[number]}: " if is_compared else ""
         run = _Run(history, number, prefix)
         for panel in panels.values():
             panel.curves += run.list_curves(panel.key)

@@ -360,9 +360,7 @@ def _read_setting(event: Event, flag: str) -> str | None:
         value = json.loads(settings.get(flag, "null"))
     except (TypeError, ValueError):
         return None
-    if isinstance(value, str):
-        return value
-    return None
+    return value if isinstance(value, str) else None
 
 
 def find_metrics_file(folder: Path, events: list[Event]) -> Path:

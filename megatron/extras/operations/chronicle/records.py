@@ -108,9 +108,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
             record = parse_json(line)
     except (ValueError, OverflowError):
         return {}
-    if isinstance(record, dict):
-        return record
-    return {}
+    return record if isinstance(record, dict) else {}
 
 
 _LONG_NUMBER = re.compile(rb"\d{300}")

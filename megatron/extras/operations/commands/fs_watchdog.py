@@ -452,12 +452,10 @@ def _check_run(run: Path, rooms: Mapping[Path, int], report: CheckFindings) -> N
     more = room // max(1, size)
     report.pulses.append(f"{text}; room for {more:,} more")
     if more < _CHECKPOINTS_OF_ROOM:
-        rule = (
-            f"room for {more} more checkpoints of {format_bytes(size)} ({format_bytes(room)} free)"
-        )
         report.add_alert(
             f"{kind} room",
-            f"{run}: {rule}; make room, or keep fewer with --keep-latest-checkpoints",
+            f"{run}: room for {more} more checkpoints of {format_bytes(size)} "
+            f"({format_bytes(room)} free); make room, or keep fewer with --keep-latest-checkpoints",
         )
 
 

@@ -28,8 +28,12 @@ from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.console.parse import parse_arguments
 from megatron.console.run_tool import run_tool
 from megatron.extras.preparation.preprocess.input_files import expand_inputs, has_record_suffix
-from megatron.extras.preparation.preprocess.inputs import open_lines, read_blocks
-from megatron.extras.preparation.preprocess.texts import BadLine, extract_texts
+from megatron.extras.preparation.preprocess.inputs import (
+    BadLine,
+    extract_texts,
+    open_lines,
+    read_blocks,
+)
 from megatron.tokenizer.build import END_OF_DOCUMENT, build_byte_level_bpe
 
 # 256 bytes and the end of a document.

@@ -32,8 +32,8 @@ from megatron.extras.preparation.conversations.rows import (
     read_rows,
 )
 from megatron.extras.preparation.preprocess.input_files import expand_inputs, leave_out_output
+from megatron.extras.preparation.preprocess.inputs import BadLine
 from megatron.extras.preparation.preprocess.journal import lock_output
-from megatron.extras.preparation.preprocess.texts import BadLine
 from megatron.extras.samples.chat.template import (
     THOUGHTS,
     end_process,

@@ -34,9 +34,9 @@ from megatron.extras.preparation.preprocess.workers import BlockEncoder, Encodin
 from megatron.extras.samples.stream.filters import SpecialTokenCounter
 from megatron.extras.samples.stream.remote import (
     BlockCache,
+    FileStatus,
     RemoteDataFile,
     RemoteFolder,
-    RemoteStatus,
 )
 from megatron.tokenizer.build import build_tokenizer
 
@@ -53,7 +53,7 @@ class InputFile:
     """Absolute path, or URL."""
     size: int
     version: int
-    """Time of the last change in ns. For a URL, see `RemoteStatus`."""
+    """Time of the last change in ns. For a URL, see `FileStatus`."""
 
     def __str__(self) -> str:
         """Return the path without secrets of a URL."""
@@ -113,7 +113,7 @@ class InputFile:
         """
         self._compare(list_inputs([self.path], log)[0])
 
-    def _describe(self, remote: RemoteFolder) -> RemoteStatus:
+    def _describe(self, remote: RemoteFolder) -> FileStatus:
         """Return the status of a file at a URL, and check that it is as it was listed."""
         status = remote.describe("")
         self._compare(InputFile(self.path, status.size, status.version))

@@ -25,7 +25,7 @@ from megatron.extras.preparation.preprocess.encoders import (
     sample_texts,
 )
 from megatron.extras.preparation.preprocess.input_files import expand_inputs, leave_out_output
-from megatron.extras.preparation.preprocess.inputs import BLOCK_BYTES, read_blocks
+from megatron.extras.preparation.preprocess.inputs import BLOCK_BYTES, BadLine, read_blocks
 from megatron.extras.preparation.preprocess.journal import (
     Journal,
     PreprocessProgress,
@@ -34,7 +34,6 @@ from megatron.extras.preparation.preprocess.journal import (
     lock_output,
     publish,
 )
-from megatron.extras.preparation.preprocess.texts import BadLine
 from megatron.extras.preparation.preprocess.workers import Encoded, EncodingJob, encode_blocks
 from megatron.extras.samples.stream.filters import SpecialTokenCounter
 from megatron.tokenizer.build import Tokenizer, build_tokenizer

@@ -29,11 +29,11 @@ from megatron.extras.preparation.preprocess.inputs import (
     InputBlock,
     Position,
     count_rows,
+    extract_texts,
     is_array_file,
     open_lines,
     read_blocks,
 )
-from megatron.extras.preparation.preprocess.texts import extract_texts
 from megatron.tokenizer.build import HFTokenizer, Tokenizer
 from megatron.tokenizer.failures import TokenizerError
 

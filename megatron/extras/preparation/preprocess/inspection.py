@@ -201,13 +201,9 @@ def inspect_dataset(
 def report(inspection: Inspection) -> str:
     """Return the findings as text."""
     i = inspection
-    if i.vocab_size is None:
-        known = ""
-    else:
-        known = f", vocabulary {i.vocab_size}"
-    if i.eod is None:
-        end = "unknown: no token ends most documents"
-    else:
+    known = "" if i.vocab_size is None else f", vocabulary {i.vocab_size}"
+    end = "unknown: no token ends most documents"
+    if i.eod is not None:
         end = f"{i.eod} ({i.eod_source})"
     lines = [
         f"{i.prefix}: {i.documents} documents, {i.sequences} sequences, {i.tokens} tokens of "
@@ -221,17 +217,14 @@ def report(inspection: Inspection) -> str:
     ]
     lines += [f"ids: {i.smallest_id} to {i.largest_id}{known}", f"end of document: {end}"]
     for p in i.problems:
-        if p.sure:
-            doubt = ""
-        else:
+        word = "PROBLEM"
+        doubt = ""
+        if not p.sure:
+            word = "POSSIBLE PROBLEM"
             doubt = (
                 " (or a token that nearly every text begins or ends with, such as a newline; "
                 "give the tokenizer's flags to find out)"
             )
-        if p.sure:
-            word = "PROBLEM"
-        else:
-            word = "POSSIBLE PROBLEM"
         lines.append(
             f"{word} {p.kind}: {p.count} {p.text}{doubt}; for example in documents "
             f"{', '.join(map(str, p.examples))}"
@@ -306,6 +299,14 @@ def _iterate_documents(dataset: IndexedDataset) -> Iterator[_DocumentBatch]:
         place = int(bounds[-1])
 
 
+def _show_progress(dataset: IndexedDataset, what: str) -> Iterator[_DocumentBatch]:
+    """Yield the batches of documents, with a progress bar if there are many."""
+    few = dataset.num_documents < 4 * _DOCUMENTS
+    yield from tqdm(
+        _iterate_documents(dataset), unit=f" x {_DOCUMENTS} documents", desc=what, disable=few
+    )
+
+
 def _find_usual_separators(
     dataset: IndexedDataset, firsts: _CommonToken, before_last: _CommonToken
 ) -> NDArray[np.int64]:
@@ -356,12 +357,7 @@ def _inspect_borders(
     without = Problem(
         "no end of document", f"documents do not end with the end-of-document id {eod}", sure
     )
-    for some in tqdm(
-        _iterate_documents(dataset),
-        unit=" x 262144 documents",
-        desc="borders",
-        disable=dataset.num_documents < 4 * _DOCUMENTS,
-    ):
+    for some in _show_progress(dataset, "borders"):
         lengths = some.lengths
         tokens = dataset.tokens
 
@@ -415,12 +411,7 @@ def _inspect_contents(
     )
     low = np.iinfo(np.int64).max
     high = -1
-    for some in tqdm(
-        _iterate_documents(dataset),
-        unit=" x 262144 documents",
-        desc="tokens",
-        disable=dataset.num_documents < 4 * _DOCUMENTS,
-    ):
+    for some in _show_progress(dataset, "tokens"):
         # np.concatenate needs at least one array.
         eods = [np.empty(0, np.int64)]
         for begin in range(int(some.starts[0]), int(some.ends[-1]), _TOKENS):

@@ -37,8 +37,13 @@ from megatron.extras.preparation.preprocess.encoders import (
     make_encoder,
     run_encoder,
 )
-from megatron.extras.preparation.preprocess.inputs import InputBlock, Position
-from megatron.extras.preparation.preprocess.texts import BadLine, extract_texts, list_text_lines
+from megatron.extras.preparation.preprocess.inputs import (
+    BadLine,
+    InputBlock,
+    Position,
+    extract_texts,
+    list_text_lines,
+)
 from megatron.extras.samples.stream.filters import SpecialTokenCounter
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.failures import TokenizerError

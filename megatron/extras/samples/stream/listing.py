@@ -28,9 +28,9 @@ from megatron.data.content import FileSet
 from megatron.extras.samples.stream.formats import FORMATS, FileGroups, Kind
 from megatron.extras.samples.stream.remote import (
     BlockCache,
+    FileStatus,
     RemoteDataFile,
     RemoteFolder,
-    RemoteStatus,
 )
 from megatron.extras.samples.stream.table_files import FilePath
 
@@ -38,17 +38,6 @@ _THREADS = 16
 _CACHE_VERSION = 2
 _SAMPLES = 8
 _SAMPLE_BYTES = 4096
-
-
-@dataclasses.dataclass(frozen=True)
-class FileRecord:
-    """A file when it was listed. It must not change while it is in use."""
-
-    name: str
-    """Path below the folder of the data set. It is empty if the data set is this file."""
-    size: int
-    version: int
-    """Time of the last change in ns. Of remote files, see `RemoteStatus`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +57,7 @@ class Listing:
     column: str
     format: str
     kind: Kind
-    files: tuple[FileRecord, ...]
+    files: tuple[FileStatus, ...]
     file: NDArray[np.int64]
     """The file of the group, as a number in `files`."""
     begin: NDArray[np.int64]
@@ -149,11 +138,11 @@ class Listing:
             raise _make_changed_error(path, record, status.st_size)
         return path
 
-    def _open_remote(self, remote: RemoteFolder, record: FileRecord) -> RemoteDataFile:
+    def _open_remote(self, remote: RemoteFolder, record: FileStatus) -> RemoteDataFile:
         """Return a remote file that has not changed."""
-        listed = RemoteDataFile(remote, RemoteStatus(record.name, record.size, record.version))
+        listed = RemoteDataFile(remote, record)
         now = remote.describe(record.name)
-        if now != listed.status:
+        if now != record:
             raise _make_changed_error(listed, record, now.size)
         return listed
 
@@ -164,13 +153,12 @@ class FoundFiles:
 
     folder: str
     remote: RemoteFolder | None
-    records: list[FileRecord]
+    records: list[FileStatus]
 
-    def get_path(self, record: FileRecord) -> FilePath:
+    def get_path(self, record: FileStatus) -> FilePath:
         """Return a file that can be read."""
         if self.remote is not None:
-            status = RemoteStatus(record.name, record.size, record.version)
-            return RemoteDataFile(self.remote, status)
+            return RemoteDataFile(self.remote, record)
         return _get_local_path(self.folder, record)
 
 
@@ -188,8 +176,7 @@ def find_files(
     # Local files are not copied into the cache of remote data.
     if is_url(folder):
         remote = _open_remote_folder(folder, cache_folder, cache_gb)
-        statuses = remote.list_files(suffixes)
-        records = [FileRecord(each.name, each.size, each.version) for each in statuses]
+        records = remote.list_files(suffixes)
     else:
         records = _find_local_files(folder, suffixes)
     if not records:
@@ -259,7 +246,7 @@ def list_dataset(
     return dataclasses.replace(listing, sampled=sampled, remote=remote, cache_folder=cache.parent)
 
 
-def _sample_file(path: FilePath, record: FileRecord) -> str:
+def _sample_file(path: FilePath, record: FileStatus) -> str:
     """Return a digest of the first and the last bytes of a file, and of some between them.
 
     Of a remote file, it is the version that the server gives, because each read of bytes would
@@ -295,14 +282,14 @@ def _open_remote_folder(url: str, cache_folder: str | None, cache_gb: int) -> Re
     return RemoteFolder(url, BlockCache(blocks, cache_gb * 10**9, print_to_stderr))
 
 
-def _get_local_path(folder: str, record: FileRecord) -> str:
+def _get_local_path(folder: str, record: FileStatus) -> str:
     """Return the path of a file. Without a name, the folder itself is the file."""
     if not record.name:
         return folder
     return os.path.join(folder, record.name)
 
 
-def _make_changed_error(path: FilePath, record: FileRecord, size: int) -> DataError:
+def _make_changed_error(path: FilePath, record: FileStatus, size: int) -> DataError:
     """Return the error for a file that is not the one that was listed."""
     return DataError(
         f"{path} has changed since the run started: it had {record.size} bytes and has {size}. "
@@ -311,7 +298,7 @@ def _make_changed_error(path: FilePath, record: FileRecord, size: int) -> DataEr
     )
 
 
-def _find_local_files(folder: str, suffixes: tuple[str, ...]) -> list[FileRecord]:
+def _find_local_files(folder: str, suffixes: tuple[str, ...]) -> list[FileStatus]:
     """Return the files below a folder. Hidden files and folders are left out.
 
     Raises:
@@ -340,7 +327,7 @@ def _find_local_files(folder: str, suffixes: tuple[str, ...]) -> list[FileRecord
     return records
 
 
-def _describe_file(path: str, name: str) -> FileRecord:
+def _describe_file(path: str, name: str) -> FileStatus:
     """Return the record of a file.
 
     Raises:
@@ -359,7 +346,7 @@ def _describe_file(path: str, name: str) -> FileRecord:
     # Opening a pipe would wait forever for someone who writes into it.
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path} is no regular file. Remove it, or rename it.")
-    return FileRecord(name, status.st_size, status.st_mtime_ns)
+    return FileStatus(name, status.st_size, status.st_mtime_ns)
 
 
 def _fail_for_folder(error: OSError) -> NoReturn:
@@ -373,7 +360,7 @@ def _join_files(
     folder: str,
     format: str,
     column: str,
-    records: list[FileRecord],
+    records: list[FileStatus],
     groups: list[FileGroups],
 ) -> Listing:
     """Return the listing of all files.
@@ -420,7 +407,7 @@ def _find_cache_path(folder: str, format: str, column: str, cache_folder: str | 
     return Path(cache_folder or os.path.join(parent, ".index-cache")) / f"listing-{key}.npz"
 
 
-def _read_cache(path: Path) -> dict[FileRecord, ListedFile]:
+def _read_cache(path: Path) -> dict[FileStatus, ListedFile]:
     """Return what was found in files that were listed before. A damaged cache is not used."""
     try:
         # `_write_cache` compresses nothing, so what is unpacked is as large as the file.
@@ -437,7 +424,7 @@ def _read_cache(path: Path) -> dict[FileRecord, ListedFile]:
     except Exception:
         return {}
     return {
-        FileRecord(*record): ListedFile(FileGroups(kind, *columns[:, begin:end]), sampled)
+        FileStatus(*record): ListedFile(FileGroups(kind, *columns[:, begin:end]), sampled)
         for record, kind, sampled, begin, end in zip(
             facts["files"],
             facts["kinds"],
@@ -451,7 +438,7 @@ def _read_cache(path: Path) -> dict[FileRecord, ListedFile]:
 
 def _write_cache(
     path: Path,
-    records: list[FileRecord],
+    records: list[FileStatus],
     listed: list[ListedFile],
     log: Callable[[str], None],
 ) -> None:

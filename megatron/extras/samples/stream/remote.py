@@ -161,14 +161,15 @@ class BlockCache:
 
 
 @dataclasses.dataclass(frozen=True)
-class RemoteStatus:
-    """A remote file as the server describes it."""
+class FileStatus:
+    """A file when it was listed. It must not change while it is in use."""
 
     name: str
-    """Path below its folder."""
+    """Path below the folder of the data set. It is empty if the data set is this file."""
     size: int
     version: int
-    """Digest of the ETag, or of what else the server has. 0 if it has nothing."""
+    """Time of the last change in ns. Of a remote file: digest of the ETag, or of what else the
+    server has, and 0 if it has nothing."""
 
 
 class RemoteFolder:
@@ -212,7 +213,7 @@ class RemoteFolder:
             ) from None
         self._root = str(root).rstrip("/")
 
-    def list_files(self, suffixes: tuple[str, ...]) -> list[RemoteStatus]:
+    def list_files(self, suffixes: tuple[str, ...]) -> list[FileStatus]:
         """Return the files below the folder, or the file itself. Hidden ones are left out.
 
         Raises:
@@ -222,7 +223,7 @@ class RemoteFolder:
             return [self.describe("")]
         end = time.monotonic() + _LISTING_SECONDS
 
-        def describe(item: tuple[str, dict[str, Any]]) -> RemoteStatus:
+        def describe(item: tuple[str, dict[str, Any]]) -> FileStatus:
             name, facts = item
             self._check_time(end)
             # Web servers list names without sizes.
@@ -260,7 +261,7 @@ class RemoteFolder:
                 elif last.endswith(suffixes) and not last.startswith("_"):
                     yield self._get_name(path), facts
 
-    def describe(self, name: str) -> RemoteStatus:
+    def describe(self, name: str) -> FileStatus:
         """Return what the server says about a file now.
 
         Raises:
@@ -280,7 +281,7 @@ class RemoteFolder:
             return self.url
         return f"{self.url}/{name}"
 
-    def read_block(self, status: RemoteStatus, begin: int, end: int) -> bytes:
+    def read_block(self, status: FileStatus, begin: int, end: int) -> bytes:
         """Return the bytes [begin, end) of a file, from the cache if it has them.
 
         Raises:
@@ -407,7 +408,7 @@ def _name_packages(url: str) -> str:
     return f"pip install 'megatron-3d[remote,{extra}]'"
 
 
-def _make_status(name: str, facts: dict[str, Any]) -> RemoteStatus:
+def _make_status(name: str, facts: dict[str, Any]) -> FileStatus:
     """Return the status of a file from fsspec's facts about it."""
     for key in _VERSION_KEYS:
         found = facts.get(key)
@@ -417,10 +418,10 @@ def _make_status(name: str, facts: dict[str, Any]) -> RemoteStatus:
                 found = found.timestamp()
             version = str(found).removeprefix("W/").strip('"')
             # 63 bits, because it is stored where local files have a time in ns.
-            return RemoteStatus(
+            return FileStatus(
                 name, int(facts["size"]), xxhash.xxh3_64_intdigest(version.encode()) >> 1
             )
-    return RemoteStatus(name, int(facts["size"]), 0)
+    return FileStatus(name, int(facts["size"]), 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -428,7 +429,7 @@ class RemoteDataFile:
     """A remote file as it was listed. As text, it is its URL without secrets."""
 
     folder: RemoteFolder
-    status: RemoteStatus
+    status: FileStatus
 
     def __str__(self) -> str:
         """Return the URL for messages."""
