@@ -62,7 +62,7 @@ def describe_software(plan: Plan, hardware: Hardware) -> Software:
         TRAINER,
         flash=hardware.has_flash,
         overhead=TRAINER.overhead if hardware.has_gpu else _CPU_OVERHEAD,
-        step_gap=TRAINER.step_gap if hardware.has_gpu else 0.0,
+        step_gap=TRAINER.step_gap * hardware.has_gpu,
         pads_products=hardware.has_gpu,
         compiled=config.kernels.use_torch_compile,
         cudnn=kernels.attention_backend[:1] == ("fused",),

@@ -291,7 +291,7 @@ def _list_precision(plan: Plan, hardware: Hardware, prediction: StepPrediction) 
         yield "  precision", text
     if precision.bf16 or precision.fp16 or not hardware.has_gpu:
         return
-    field = "bf16" if hardware.has_bf16 else "fp16"
+    field = ("fp16", "bf16")[hardware.has_bf16]
     given: dict[str, Any] = {field: True}
     config = replace(plan.config, precision=replace(precision, **given))
     half = predict_plan(replace(plan, config=config), hardware)

@@ -150,7 +150,7 @@ class PaperActivations:
             of_score = 2 * value + 1 if config.attention_dropout else value
             sharded += config.num_attention_heads * config.seq_length * of_score
         # Sequence parallelism also shards what every tensor-parallel rank holds otherwise.
-        ranks = self.tensor if self.sequence_parallel else 1
+        ranks = self.tensor**self.sequence_parallel
         per_token = replicated // ranks + sharded // self.tensor
         return config.seq_length * self.micro_batch * per_token
 
@@ -159,7 +159,7 @@ class PaperActivations:
         """What full recomputation keeps of a layer: 2 s b h in half precision (section 5)."""
         config = self.shape.config
         values = config.seq_length * self.micro_batch * config.hidden_size
-        ranks = self.tensor if self.sequence_parallel else 1
+        ranks = self.tensor**self.sequence_parallel
         return (2 if self.half else 4) * values // ranks
 
     @property

@@ -336,7 +336,7 @@ def _list_training(plan: Plan) -> Iterator[Row]:
     else:
         yield "iterations", f"{plan.train_iters:,}"
         yield "samples", f"{plan.train_samples:,} of {seq_length:,} tokens"
-        most = " at most" if plan.curriculum else ""
+        most = " at most" * (plan.curriculum is not None)
         yield "tokens", f"{plan.train_samples * seq_length:,}{most}"
     if plan.curriculum is not None:
         yield "sequence length", str(plan.curriculum)

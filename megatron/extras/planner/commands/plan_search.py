@@ -278,7 +278,7 @@ def _format_candidate(prediction: StepPrediction, search: PlannedSearch) -> str:
     days = _predict_days_if_it_fits(prediction, search)
     others = search.result.list_virtual_stages(prediction)
     stages = f" (or {', '.join(map(str, others))} virtual stages)" if others else ""
-    float8 = " float8" if prediction.job.software.float8 is not None else ""
+    float8 = " float8" * (prediction.job.software.float8 is not None)
     seconds = f"{prediction.seconds:,.3f}"
     if prediction.seconds < 1:
         seconds = f"{prediction.seconds:.3g}"
@@ -453,7 +453,7 @@ def _set_part(layout: RankLayout, key: str, value: str, text: str) -> RankLayout
             f"--explain {text}: {key!r} is not a part of a layout; use "
             f"{', '.join(_EXPLAINED)} and recompute, as in tp=8,pp=6,micro-batch=2."
         )
-    lowest = 0 if key == "zero" else 1
+    lowest = int(key != "zero")
     digits = value.isascii() and value.isdigit() and len(value) <= _MOST_DIGITS
     if not digits or int(value) < lowest:
         raise ConfigError(

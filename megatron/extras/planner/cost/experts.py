@@ -84,7 +84,7 @@ class MixtureTimes(LayerTimes):
         rows = math.ceil(received / experts)
         # Each expert has rows of its own, so few rows are multiplied at a lower speed.
         entry = Gemm(rows, f, h, experts, self._value)
-        entries = [entry, entry] if self._gated else [entry]
+        entries = [entry] * (1 + self._gated)
         products = [*entries, Gemm(rows, h, f, experts, self._value)]
         gradients = [each for product in products for each in product.derive_backward()]
         exchanged = (layout.expert or 1) > 1
@@ -202,7 +202,7 @@ class MixtureTensors(LayerTensors):
         size = self._matrix
         if self._case.holds_outside:
             return size, 0.0
-        converted = 2 * size if self._software.half else 0.0
+        converted = 2 * size * self._software.half
         return size + converted, size + converted
 
     def _list_feed_forward_steps(self) -> Iterable[tuple[float, float]]:

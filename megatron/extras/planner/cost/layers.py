@@ -161,7 +161,7 @@ class LayerTimes:
         self._software = software
         self._hardware = hardware
         self._length = seq_length or shape.config.seq_length
-        self._value = 2 if software.half else 4
+        self._value = software.value_bytes
         self._gradient_bytes = gradient_bytes
         self._tokens = self._length * layout.micro_batch // layout.context
         config = shape.config
@@ -398,7 +398,7 @@ class LayerTimes:
         h = config.hidden_size
         projected = self._q + self._k + self._v
         # Sums with the residual stream, and of the gradients of an input of two products.
-        sums = (15 if self._gated else 12) * h
+        sums = (12 + 3 * self._gated) * h
         # Two norms read and write, and then read two tensors and write one.
         size = _NORM * 10 * h + sums
         if software.compiled:
@@ -406,7 +406,7 @@ class LayerTimes:
             size = _COMPILED * (20 * h + sums - 12 * h)
         if software.dropout:
             # A kernel adds as well, and computes the mask again in the backward pass.
-            size += operators * (5 if software.compiled else 4) * h
+            size += operators * (4 + software.compiled) * h
         # With sequence parallelism, ranks share it.
         share = self._layout.tensor**self._layout.sequence_parallel
         size /= share

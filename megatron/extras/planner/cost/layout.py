@@ -103,7 +103,7 @@ class RankLayout:
         """Return a short text, such as 'TP 4 PP 12 DP 8 micro-batch 2 full recomputation'."""
         parts = [f"TP {self.tensor} PP {self.pipeline} DP {self.data}"]
         if self.context > 1:
-            parts.append(f"CP {self.context}{' a2a' if self.exchange_heads else ''}")
+            parts.append(f"CP {self.context}{' a2a' * self.exchange_heads}")
         if self.expert is not None:
             parts.append(f"EP {self.expert}")
         parts.append(f"micro-batch {self.micro_batch}")
@@ -228,6 +228,11 @@ class Software:
 
     times: tuple[tuple[str, Any], ...] = ()
     """Kinds of MLP with other classes for the times of their layers than `cost.layers` has."""
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of an activation, and of a weight that the model computes with."""
+        return 2 if self.half else 4
 
     @property
     def counts_tensors(self) -> bool:

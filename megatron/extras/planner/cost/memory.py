@@ -134,7 +134,7 @@ def estimate_parameter_memory(
         state_bytes: Bytes of the optimizer's states before ZeRO shards them. Default: Adam's.
     """
     ranks = shard_size or data_parallel_size
-    working = 2 * parameters if half else 0
+    working = 2 * parameters * half
     complete = 0
     if not half and data_parallel_size > 1 and zero_stage in (1, 2):
         complete = 4 * parameters

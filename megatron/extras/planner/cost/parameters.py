@@ -281,7 +281,7 @@ def count_gather_bytes(job: StepJob, stage: Stage) -> int:
     layers = sum_layers(shape, layout, stage.layers).whole
     outside = count_outside_parameters(shape, layout.tensor, stage)
     # A read and a write of each weight.
-    copied = 2 * (2 if job.software.half else 4)
+    copied = 2 * job.software.value_bytes
     if layout.zero_stage < 3:
         return copied * (layers + outside)
     # Layers are gathered for both passes. What is outside of them is kept in between.

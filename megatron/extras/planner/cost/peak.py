@@ -126,7 +126,7 @@ class _RankPeak:
         self._passes = job.schedule.microbatches * len(stages)
         """Backward passes of the step."""
         self._forwards_first = job.schedule.name in ("GPipe", "looped BFS")
-        self._value = 2 if software.half else 4
+        self._value = software.value_bytes
         self._fsdp = uses_fsdp(layout)
         self._gathers = layout.zero_stage == 3 and self._fsdp
         """Whether weights are gathered for each layer, and dropped again."""
@@ -191,7 +191,7 @@ class _RankPeak:
             size += self._tensors.embedding
         if stage.last:
             # Its backward pass follows at once, unless all forward passes come first.
-            return size + (self._tensors.loss_kept if self._forwards_first else 0.0)
+            return size + self._tensors.loss_kept * self._forwards_first
         # torch's schedule holds the output until its gradient arrives.
         return size + self._tensors.stream
 
@@ -303,17 +303,17 @@ class _RankPeak:
         after = self._count_head(stage)
         if done:
             after = self._count(range(layer + 1, layer + 2)).dense
-        gathered = self._value * own.dense if self._gathers else 0
-        experts = self._value * own.experts if self._gathers else 0
-        reduced = 4 * own.dense if self._reduces_each else 0
-        reduced_before = 4 * after if self._reduces_each else 0
+        gathered = self._value * own.dense * self._gathers
+        experts = self._value * own.experts * self._gathers
+        reduced = 4 * own.dense * self._reduces_each
+        reduced_before = 4 * after * self._reduces_each
         # The input of a recomputed layer is among what its backward pass needs.
         left = kept - self._sum_layers(stage.layers[len(stage.layers) - 1 - done :])
         if done and not stage.last:
             # The gradient that the stage received is held until the end of its backward pass.
             left += self._tensors.stream
         tensors = self._get_tensors(layer)
-        unread = tensors.unread_result if self._is_recomputed(layer) else 0
+        unread = tensors.unread_result * self._is_recomputed(layer)
         most = tensors.in_backward if each.accumulated else tensors.in_first_backward
         yield replace(
             point,
@@ -387,7 +387,7 @@ class _RankPeak:
         gradients: float = 4 * (summed.shard if self._reduces_each else summed.whole)
         if not self._fsdp:
             # Both orders of a weight in float8 have the bytes of a copy in 16 bits.
-            return StepPoint(2 * parameters if self._software.half else 0, gradients)
+            return StepPoint(2 * parameters * self._software.half, gradients)
         # The gradient of a tied output matrix stays as autograd computed it.
         if done is not None:
             gradients += self._get_loss_gradient(each.stage)
@@ -397,7 +397,7 @@ class _RankPeak:
                 outside -= self._count_head(each.stage)
             return StepPoint(0.0, gradients, buffers=self._value * outside)
         # The last backward pass drops the weights of a layer or head that it has finished.
-        dropped = finished if each.number == self._passes else 0
+        dropped = finished * (each.number == self._passes)
         weights = self._value * (parameters - dropped) + 2 * self._count_rounded_weights()
         return StepPoint(weights, gradients)
 

@@ -151,7 +151,7 @@ class StepPrediction:
         layout = job.layout
         length = job.seq_length or job.shape.config.seq_length
         # The hidden states, [s, b, h].
-        value = 2 if job.software.half else 4
+        value = job.software.value_bytes
         size = value * length * layout.micro_batch // layout.context * job.shape.config.hidden_size
         stride = layout.tensor * layout.context * layout.data
         message = size / layout.tensor
@@ -224,7 +224,7 @@ class StepPrediction:
         )
         optimizer = self.job.software.optimizer
         traffic: float = UPDATE_BYTES.get(optimizer.optimizer) or UPDATE_BYTES.require("adam")
-        traffic += 2 if self.job.software.half else 0
+        traffic += 2 * self.job.software.half
         dtypes = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
         fused = self.job.software.fused_update
         traffic += (-4 if fused else _ROUNDED_BYTES) * dtypes.count("bf16")
@@ -300,7 +300,7 @@ class StepPrediction:
             hardware: Count recomputed layers as well.
             causal: Count only the half of attention that the mask leaves.
         """
-        recompute = self.job.layout.layers_recomputed if hardware else 0
+        recompute = self.job.layout.layers_recomputed * hardware
         # The same function counts the FLOPs of the training log.
         work = flops.count_iteration_flops(
             self.job.shape,
@@ -516,7 +516,7 @@ def estimate_data_parallel_time(
             copies=copies,
             zero_stage=layout.zero_stage,
             microbatches=job.schedule.microbatches,
-            weight_bytes=2 if job.software.half else 4,
+            weight_bytes=job.software.value_bytes,
             gradient_bytes=job.software.gradient_bytes,
         )
         total += estimate_time(

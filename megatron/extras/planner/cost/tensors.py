@@ -150,7 +150,7 @@ def _measure(case: TensorCase, kind: "type[LayerTensors]") -> TensorSizes:
         loss_kept=tensors.x + tensors.whole + tensors.output_gradient,
         loss_forward=tensors.loss_forward,
         loss_backward=tensors.loss_backward,
-        loss_gradient=tensors.value * tensors.output_matrix if case.holds_outside else 0,
+        loss_gradient=tensors.value * tensors.output_matrix * case.holds_outside,
     )
 
 
@@ -209,7 +209,7 @@ class LayerTensors:
         self._heads = config.num_attention_heads // layout.tensor
         # Tokens of this rank. Context-parallel ranks share the sequence.
         self._tokens = config.seq_length * layout.micro_batch // layout.context
-        self.value = 2 if software.half else 4
+        self.value = software.value_bytes
         self.gradient_value = 4 if software.fused_gradients else self.value
         """Bytes of an element of a weight's gradient that FSDP2 holds."""
         self._kernel = choose_kernel(shape, software, windowed=case.windowed)
@@ -226,12 +226,12 @@ class LayerTensors:
         self._gate: float = per_value * self._heads * shape.gate_dim
         self.whole = per_value * config.hidden_size
         """Hidden states of all tokens."""
-        share = layout.tensor if layout.sequence_parallel else 1
+        share = layout.tensor**layout.sequence_parallel
         self._n = self.whole / share
         # A residual stream in fp32 is cast by the norms.
         self.x = self._n * (2 if software.fp32_residual and software.half else 1)
         """The residual stream."""
-        self._gathered = self.whole if layout.sequence_parallel else 0.0
+        self._gathered: float = self.whole * layout.sequence_parallel
         self._mask = self._dropped = 0.0
         if config.hidden_dropout:
             # A kernel computes the mask again. A compiled graph keeps it.
@@ -509,7 +509,7 @@ class LayerTensors:
     def pending_gradients(self) -> float:
         """Gradients of a layer's weights that stay until the end of the layer."""
         # Otherwise autograd adds each of them to the fp32 sum immediately.
-        size = sum(self._weights) if self._case.holds else 0.0
+        size = sum(self._weights) * self._case.holds
         return size * self.gradient_value / self.value
 
     def _compute_weight(self, size: float, *, fused: bool) -> tuple[float, float]:
@@ -520,20 +520,21 @@ class LayerTensors:
             fused: Whether the product itself adds to the gradient in fp32.
         """
         # Otherwise a gradient in half precision is converted before it is added to a sum in fp32.
-        converted = 2 * size if self._software.half else 0.0
+        converted = 2 * size * self._software.half
         if self._starts and not self._case.holds:
             # What is converted stays as the sum. Products that add write into it directly.
             if fused and not self._tensorwise:
                 return converted, 0.0
-            return size + converted, size if self._software.half else 0.0
+            return size + converted, size * self._software.half
         if fused and self._tensorwise:
             # Another kernel adds the product.
-            return (size + converted if self._case.holds else size), size
+            return size + converted * self._case.holds, size
         if fused:
-            return (converted, 0.0) if self._case.holds else (0.0, 0.0)
+            return converted * self._case.holds, 0.0
         if not self._case.holds:
             return size + converted, size + converted
-        return (size + converted, size) if self._software.fused_gradients else (size, 0.0)
+        summed = self._software.fused_gradients
+        return size + converted * summed, size * summed
 
     def list_backward_steps(self) -> Iterable[tuple[float, float]]:
         """Yield what each step of the backward pass of a layer allocates, and what it then frees.
@@ -542,7 +543,7 @@ class LayerTensors:
         """
         yield self.layer + self.x, 0.0
         yield from self._list_feed_forward_steps()
-        yield from self._list_norm_steps(kept=0.0 if self._config.parallel_residual else self.x)
+        yield from self._list_norm_steps(kept=self.x * (not self._config.parallel_residual))
         yield from self._list_output_steps()
         yield from self._list_core_steps()
         projected = self._compute_weight(self._weights[0], fused=self._fused_projection)
@@ -578,7 +579,7 @@ class LayerTensors:
             fused = self._software.fused_gate or self._software.compiled
             # Gradients of both factors. Then the one of the gate passes its activation function,
             # unless a kernel computes both.
-            yield 2 * self._f, self._mlp - (0 if fused else self._f)
+            yield 2 * self._f, self._mlp - self._f * (not fused)
             if not fused:
                 yield self._f, 2 * self._f
             yield from self._list_entry_steps([self._f, self._f], up)

@@ -171,7 +171,7 @@ def choose_microbatches(plan: Plan) -> int:
         return of_step
     if plan.stages_per_rank > 1:
         return min(of_step, 2 * plan.pipeline_size)
-    repeated = 2 if plan.zero_stage == 2 else 1
+    repeated = 1 + (plan.zero_stage == 2)
     return min(of_step, plan.pipeline_size + repeated)
 
 

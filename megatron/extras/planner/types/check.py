@@ -273,7 +273,7 @@ def _compare_transfers(ranks: Sequence[RankTypes]) -> Iterator[str]:
             for action in ("sent", "received"):
                 # Between the last and the first rank, a chunk ends and the next one begins.
                 forward = (action == "sent") == (direction == "forward")
-                around = rank.pipeline == (last if forward else 0)
+                around = rank.pipeline == last * forward
                 transfers = rank.transfers.get(f"{action} {direction}", [])
                 sides[around].append((f"rank {rank.rank} has {action}", transfers))
         for lists in sides.values():

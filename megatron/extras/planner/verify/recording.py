@@ -123,7 +123,7 @@ def record_operands(operands: list[RoundedOperand]) -> Iterator[None]:
         rounded = get_weight(its, number, weight, backward=backward)
         pieces = its.scales[number].pieces
         rows = tuple(slice(piece.start, piece.start + piece.rows) for piece in pieces)
-        name = f"{its.names[number]}.weight{' (backward)' if backward else ''}"
+        name = f"{its.names[number]}.weight{' (backward)' * backward}"
         # Most updates change a largest value, and few of them change its power of two.
         keep(its, name, None, rounded, rows=rows, largest=its.scales[number].values.clone())
         return rounded

@@ -210,7 +210,7 @@ def _enlarge_grid(plan: Plan, grid: Grid, most: int) -> Grid:
         larger += [replace(each, data=n) for each in (*larger, grid) for n in data]
     # Then there are ranks that have neither end of the sequence nor its middle.
     if size > grid.context > 1:
-        larger += [replace(each, context=3 if size % 2 else 4) for each in (*larger, grid)]
+        larger += [replace(each, context=4 - size % 2) for each in (*larger, grid)]
     fitting = [each for each in (grid, *larger) if each.world_size <= most]
 
     def rank(each: Grid) -> tuple[int, ...]:

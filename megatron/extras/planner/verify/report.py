@@ -112,7 +112,7 @@ def format_report(report: Mapping[str, Any]) -> Iterator[str]:
     yield f"never verified here: {NOT_VERIFIED}"
     yield f"\n{'comparison':<42} {'compared':>8} {'largest error':>13} {'bound':>8}"
     for row in report["comparisons"]:
-        verdict = "" if row["passed"] else "  DIFFERS"
+        verdict = "  DIFFERS" * (not row["passed"])
         yield (
             f"{row['comparison']:<42} {row['compared']:>8} {float(row['error']):>13.1e} "
             f"{row['bound']:>8.1g}{verdict}"
