@@ -372,7 +372,7 @@ def build_hf_model(plan: Plan, shape: str) -> torch.nn.Module:
         return transformers.OlmoeForCausalLM(olmoe)
     llama = transformers.LlamaConfig(
         vocab_size=vocab, hidden_size=config.hidden_size,
-        intermediate_size=plan.ffn_hidden_size,
+        intermediate_size=plan.shape.ffn_hidden_size,
         num_hidden_layers=config.num_layers, num_attention_heads=config.num_attention_heads,
         max_position_embeddings=config.seq_length, tie_word_embeddings=False, **options,
     )  # fmt: skip

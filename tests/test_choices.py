@@ -27,10 +27,10 @@ from megatron.engine.sharding import STAGES
 from megatron.extras.inference.generate.cached_model import TokenPositions
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.cost.layout import TRAINER, RankLayout
-from megatron.extras.planner.cost.tensors import measure_tensors
+from megatron.extras.planner.cost.tensors import TensorCase, measure_tensors
 from megatron.extras.samples.kinds import SOURCE_KINDS
 from megatron.extras.step.float8.recipe import GRADIENTS, ROWWISE
-from megatron.extras.watch.replay.replay import EXCLUDES
+from megatron.extras.watch.replay import EXCLUDES
 from megatron.extras.watch.trackers.trackers import TRACKERS
 from megatron.model import flops
 from megatron.model.attention_kernels import use_attention_kernels
@@ -85,7 +85,7 @@ def make_token_positions(shape: ModelShape) -> TokenPositions:
 
 
 def measure_activations(shape: ModelShape) -> object:
-    return measure_tensors(shape, RankLayout(), TRAINER, holds=True)
+    return measure_tensors(TensorCase(shape, RankLayout(), TRAINER, True, True))
 
 
 def use_tokenizer(use: Callable[[TokenizerConfig], object]) -> Callable[[Any], object]:

@@ -10,14 +10,10 @@ import torch
 
 from megatron.config.model import ModelConfig, Normalization
 from megatron.extras.planner.commands.plan_estimates import (
-    estimate_layer_activation_bytes,
-    estimate_layer_input_bytes,
-    estimate_logits_bytes,
-    estimate_stage_activation_bytes,
+    PaperActivations,
 )
 from megatron.extras.planner.cost.memory import (
     estimate_parameter_memory,
-    estimate_parameter_memory_per_rank,
 )
 from megatron.model import flops
 from megatron.model.execution import Execution
@@ -372,21 +368,17 @@ def test_a_parameter_takes_eighteen_bytes():
     ("stage", "total"), [(0, 18_000), (1, 6_000 + 3_000), (2, 2_000 + 4_000), (3, 4_500)]
 )
 def test_zero_shards_more_with_each_stage(stage, total):
-    memory = estimate_parameter_memory_per_rank(
-        1000, half=True, data_parallel_size=4, zero_stage=stage
-    )
+    memory = estimate_parameter_memory(1000, half=True, data_parallel_size=4, zero_stage=stage)
     assert memory.total == total
 
 
 def test_zero_in_fp32_has_full_weights_and_the_shard_until_stage_3():
     totals = [
-        estimate_parameter_memory_per_rank(
-            1000, half=False, data_parallel_size=4, zero_stage=z
-        ).total
+        estimate_parameter_memory(1000, half=False, data_parallel_size=4, zero_stage=z).total
         for z in range(4)
     ]
     assert totals == [16_000, 11_000, 8_000, 4_000]
-    alone = estimate_parameter_memory_per_rank(1000, half=False, data_parallel_size=1, zero_stage=1)
+    alone = estimate_parameter_memory(1000, half=False, data_parallel_size=1, zero_stage=1)
     assert alone.total == 16_000
     assert alone.working_weights == 0
 
@@ -398,33 +390,32 @@ def test_activations_of_gpt2_by_formula():
     a = 4
     for t in (1, 2, 4):
         plain = s * b * h * (10 + 24 / t)
-        assert estimate_layer_activation_bytes(shaped(GPT2), b, t) == plain
-        sharded = estimate_layer_activation_bytes(shaped(GPT2), b, t, sequence_parallel=True)
+        assert PaperActivations(shaped(GPT2), b, t).layer == plain
+        sharded = PaperActivations(shaped(GPT2), b, t, sequence_parallel=True).layer
         assert sharded == s * b * h * 34 / t
-        with_scores = estimate_layer_activation_bytes(shaped(GPT2), b, t, scores_kept=True)
+        with_scores = PaperActivations(shaped(GPT2), b, t, scores_kept=True).layer
         assert with_scores == plain + 5 * a * s**2 * b / t
-    assert estimate_layer_input_bytes(shaped(GPT2), b) == 2 * s * b * h
-    sharded_input = estimate_layer_input_bytes(shaped(GPT2), b, 4, sequence_parallel=True)
+    assert PaperActivations(shaped(GPT2), b).layer_input == 2 * s * b * h
+    sharded_input = PaperActivations(shaped(GPT2), b, 4, sequence_parallel=True).layer_input
     assert sharded_input == 2 * s * b * h // 4
-    assert estimate_layer_input_bytes(shaped(GPT2), b, half=False) == 4 * s * b * h
-    assert estimate_logits_bytes(shaped(GPT2, 256), b, 2) == 4 * s * b * 256 // 2
+    assert PaperActivations(shaped(GPT2), b, half=False).layer_input == 4 * s * b * h
+    assert PaperActivations(shaped(GPT2, 256), b, 2).logits == 4 * s * b * 256 // 2
 
 
 def test_activations_without_dropout_have_no_masks():
     bare = dataclasses.replace(GPT2, hidden_dropout=0.0, attention_dropout=0.0)
-    with_dropout = estimate_layer_activation_bytes(shaped(GPT2), 1)
-    without_dropout = estimate_layer_activation_bytes(shaped(bare), 1)
+    with_dropout = PaperActivations(shaped(GPT2), 1).layer
+    without_dropout = PaperActivations(shaped(bare), 1).layer
     assert with_dropout - without_dropout == 32 * 2 * 64
-    with_scores = estimate_layer_activation_bytes(shaped(bare), 1, scores_kept=True)
+    with_scores = PaperActivations(shaped(bare), 1, scores_kept=True).layer
     assert with_scores - without_dropout == 2 * 4 * 32**2
 
 
 def test_a_stage_keeps_the_inputs_of_recomputed_layers():
-    layer = estimate_layer_activation_bytes(shaped(GPT2), 2, scores_kept=True)
-    layer_input = estimate_layer_input_bytes(shaped(GPT2), 2)
-    kept = estimate_stage_activation_bytes(shaped(GPT2), 2, layers=3, scores_kept=True)
+    layer = PaperActivations(shaped(GPT2), 2, scores_kept=True).layer
+    layer_input = PaperActivations(shaped(GPT2), 2).layer_input
+    stage = PaperActivations(shaped(GPT2), 2, scores_kept=True)
+    kept = stage.sum_layers(3)
     assert kept == 3 * layer
-    recomputed = estimate_stage_activation_bytes(
-        shaped(GPT2), 2, layers=3, recomputed_layers=2, scores_kept=True
-    )
+    recomputed = stage.sum_layers(3, recomputed=2)
     assert recomputed == layer + 2 * layer_input

@@ -56,9 +56,9 @@ def test_numbers_that_the_plan_derives():
     assert plan.data_parallel_size == 4
     assert plan.vocab_size == 1000
     assert plan.padded_vocab_size == 1024
-    assert plan.ffn_hidden_size == 1024
-    assert plan.head_dim == 64
-    assert plan.num_query_groups == 4
+    assert plan.shape.ffn_hidden_size == 1024
+    assert plan.shape.head_dim == 64
+    assert plan.shape.query_groups == 4
     assert plan.get_num_microbatches(16) == 2
     assert plan.train_iters == 100
     assert plan.train_samples == 1600

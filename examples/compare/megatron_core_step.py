@@ -5,11 +5,14 @@ call `prepare_cpu` after `initialize_model_parallel`.
 """
 
 import contextlib
+import json
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from record_step import record_step
 from torch import Tensor
@@ -46,3 +49,12 @@ def record_gpt_step(path: str, model: GPTModel, tokens: Tensor) -> None:
 
     place = path if dist.get_rank() == 0 else "/dev/null"
     record_step(place, model, model.decoder.layers, compute_loss, tokens, gather)
+    # The norm that clipping uses has what Megatron counts on each rank.
+    counted = [
+        p.grad.norm() for p in model.parameters() if param_is_not_tensor_parallel_duplicate(p)
+    ]
+    total = torch.stack(counted).square().sum()
+    dist.all_reduce(total, group=group)
+    if dist.get_rank() == 0:
+        step = json.loads(Path(path).read_text())
+        Path(path).write_text(json.dumps({**step, "norm": total.sqrt().item()}))

@@ -61,10 +61,9 @@ class ErrorReport:
 
     def describe(self) -> str:
         """Return one line for people."""
+        prefix = ""
         if self.rank > 0:
             prefix = f"rank {self.rank} on {self.host}: "
-        else:
-            prefix = ""
         return f"{prefix}{self.kind}: {self.message}"
 
 

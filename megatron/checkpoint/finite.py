@@ -61,14 +61,26 @@ def _read_numbers(scalars: Sequence[Tensor]) -> list[float]:
     return numbers
 
 
-def gather_not_finite(own_lines: Sequence[str], ranks: Ranks) -> list[str]:
+def gather_not_finite(
+    own_lines: Sequence[str], records: Mapping[str, Any], ranks: Ranks
+) -> list[str]:
     """Return the lines of all ranks, each with its rank and host, on every rank.
 
     At most 8 lines are returned, and a last one that reports that there are more.
+
+    Args:
+        own_lines: Lines of `describe_not_finite` for the tensors of this rank.
+        records: Name -> nested JSON, whose numbers are looked at too. They are equal on all ranks,
+            so rank 0 alone reports them.
+        ranks: The ranks that save or load together.
     """
+    own = [*own_lines]
+    if ranks.rank == 0:
+        for name, record in records.items():
+            own += [f"{key} is {value}" for key, value in values_not_finite(record, name)]
     here = f"rank {ranks.rank} on {os.uname().nodename}"
     # One line more than is shown, so that "and more" is right even if only this rank has lines.
-    everyone = ranks.gather([f"{here}: {line}" for line in own_lines[: _SHOWN + 1]])
+    everyone = ranks.gather([f"{here}: {line}" for line in own[: _SHOWN + 1]])
     found = [line for lines in everyone for line in lines]
     if len(found) <= _SHOWN:
         return found
@@ -90,14 +102,7 @@ def refuse_not_finite(checkpoint: Checkpoint, own_lines: Sequence[str], ranks: R
         CheckpointError: On every rank, if any rank has such a number.
     """
     records = {"optimizer": checkpoint.optimizer, "state": checkpoint.state}
-    scalars = [
-        f"{key} is {value}"
-        for name, record in records.items()
-        for key, value in values_not_finite(record, name)
-    ]
-    # The scalars are equal on all ranks, so one rank reports them.
-    found = gather_not_finite([*own_lines, *(scalars if ranks.rank == 0 else ())], ranks)
-    if found:
+    if found := gather_not_finite(own_lines, records, ranks):
         raise CheckpointError(
             f"{checkpoint.folder} holds numbers that are not finite. Each step from it would be "
             "dropped:\n  " + "\n  ".join(found) + "\nGo back to an older checkpoint with: python "

@@ -272,10 +272,9 @@ def compare_models(saved: ModelConfig, asked: ModelConfig, finetune: bool = Fals
         # The weights of another run are a starting point, and need not compute the same.
         if not (finetune and (field.name in _FREE_IN_NEW_RUNS or field.name.startswith("rope_"))):
             flag = "--" + field.name.replace("_", "-")
+            hint = ""
             if field.name == "embed_layernorm":
                 hint = "; a norm that is added later is untrained: start a new run for it"
-            else:
-                hint = ""
             differences.append(f"{flag} is {before} in the checkpoint, and {now} in this run{hint}")
     return differences
 

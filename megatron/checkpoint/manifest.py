@@ -75,6 +75,11 @@ class Manifest:
         return sum(facts["bytes"] for facts in self.files.values())
 
 
+def make_damage(name: str, why: object) -> DamagedError:
+    """Return the error for a file of a checkpoint that was altered."""
+    return DamagedError(f"{name} is not what was written: {why}", name)
+
+
 def _digest_of(record: Mapping[str, Any]) -> str:
     # Sorted keys, so that the digest does not depend on the order of the fields in the class.
     return digest_of_text(json.dumps(record, sort_keys=True))
@@ -107,24 +112,20 @@ def manifest_of_text(text: str, folder: Path) -> Manifest:
         digest = record.pop("digest", None)
         agrees = digest == _digest_of(record)
     except (ValueError, AttributeError) as damage:
-        raise DamagedError(f"{MANIFEST} is not what was written: {damage}", MANIFEST) from damage
+        raise make_damage(MANIFEST, damage) from damage
     # The number is only believed if the digest agrees, or if there is none, because every readable
     # format has one. Otherwise a flipped bit may have changed it, which is damage.
     if isinstance(found, int) and found not in _READABLE and (agrees or digest is None):
+        way_out = "load it with the version that wrote it"
         if found > FORMAT:
             way_out = "update this installation"
-        else:
-            way_out = "load it with the version that wrote it"
         raise CheckpointError(
             f"{folder} has format {found}; this version reads formats {_READABLE[0]} to {FORMAT}: "
             f"{way_out}"
         )
     if not agrees:
-        raise DamagedError(
-            f"{MANIFEST} is not what was written: its own digest field is {digest}, and "
-            f"its digest is {_digest_of(record)}",
-            MANIFEST,
-        )
+        own = _digest_of(record)
+        raise make_damage(MANIFEST, f"its own digest field is {digest}, and its digest is {own}")
     _check_names(record)
     return Manifest(**record)
 
@@ -142,9 +143,7 @@ def _check_names(record: Mapping[str, Any]) -> None:
     files = record.get("files")
     course = record.get("course")
     if not isinstance(files, dict) or not isinstance(course, list):
-        raise DamagedError(
-            f"{MANIFEST} is not what was written: it has no 'files' or no 'course'", MANIFEST
-        )
+        raise make_damage(MANIFEST, "it has no 'files' or no 'course'")
     for name, facts in files.items():
         if not is_plain_name(name):
             raise DamagedError(
@@ -158,9 +157,7 @@ def _check_names(record: Mapping[str, Any]) -> None:
             or not is_count(facts.get("bytes"))
             or not isinstance(facts.get("xxh128"), str)
         ):
-            raise DamagedError(
-                f"{MANIFEST} is not what was written: {name} has no size or digest", MANIFEST
-            )
+            raise make_damage(MANIFEST, f"{name} has no size or digest")
     iterations = [record.get("iteration")]
     for entry in course:
         # Format 2 has three values in an entry, format 3 also the number of applied steps.
@@ -169,9 +166,7 @@ def _check_names(record: Mapping[str, Any]) -> None:
     # An iteration becomes a part of a folder's name.
     for iteration in iterations:
         if not is_count(iteration):
-            raise DamagedError(
-                f"{MANIFEST} is not what was written: {iteration!a} is not an iteration", MANIFEST
-            )
+            raise make_damage(MANIFEST, f"{iteration!a} is not an iteration")
 
 
 def is_plain_name(name: object) -> bool:
@@ -253,7 +248,7 @@ def read_text(folder: Path, name: str) -> str:
     except (FileNotFoundError, NotADirectoryError) as missing:
         raise DamagedError(f"{name} is missing", name) from missing
     except UnicodeDecodeError as damage:
-        raise DamagedError(f"{name} is not what was written: {damage}", name) from damage
+        raise make_damage(name, damage) from damage
     except OSError as error:
         raise CheckpointError(
             f"{folder / name} cannot be read: {error}; fix the file system or the permissions"
@@ -277,9 +272,7 @@ def verify_file(folder: Path, name: str, size: int, xxh128: str) -> None:
     check_size(folder, name, size)
     found = digest_of_file(folder / name, from_disk=True).xxh128
     if found != xxh128:
-        raise DamagedError(
-            f"{name} is not what was written: its digest is {found}, not {xxh128}", name
-        )
+        raise make_damage(name, f"its digest is {found}, not {xxh128}")
 
 
 def check_size(folder: Path, name: str, size: int) -> None:

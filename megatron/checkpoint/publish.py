@@ -10,9 +10,8 @@ Invariants:
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron.base.outside_file import POINTER_BYTES, load_text
 from megatron.base.plain_text import is_url
@@ -51,16 +50,6 @@ class Published:
     """Checkpoints that the run came through, this one last, without those that were removed."""
     lines: list[str]
     """Messages and warnings to log."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the checkpoint as JSON, for the other ranks."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> "Published":
-        """Return the checkpoint that `to_json` described on rank 0."""
-        lineage = tuple(LineageEntry(**entry) for entry in record["lineage"])
-        return cls(record["iteration"], lineage, record["lines"])
 
 
 class Publisher:

@@ -23,15 +23,17 @@ stages, and `complete` waits for each of them.
 import os
 import uuid
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from megatron.base.durable import replace_file
 from megatron.base.errors import CheckpointError, DamagedError, TrainingError
+from megatron.base.json_record import restore
 from megatron.base.plain_text import format_bytes, format_count
 from megatron.checkpoint.contents import CheckpointContents
-from megatron.checkpoint.finite import describe_not_finite, gather_not_finite, values_not_finite
+from megatron.checkpoint.finite import describe_not_finite, gather_not_finite
 from megatron.checkpoint.folder import UNFINISHED, remove, step_folder
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.lineage import Lineage
@@ -63,28 +65,20 @@ class SavePolicy:
     def __init__(self, config: CheckpointConfig) -> None:
         """Create the policy of a run that has not saved yet."""
         self._config = config
-        self._failures = 0
+        self.failures = 0
+        """Number of failed saves since the last one that succeeded."""
         self._retry_at: int | None = None
         """First iteration after which a failed save is tried again. None if none has failed."""
         self._passed = 0
         """The last iteration that was recorded."""
-        self._keep_next = False
+        self.keep_next = False
+        """Whether --keep-latest-checkpoints must never remove the next checkpoint."""
         self._ending = False
-
-    @property
-    def failures(self) -> int:
-        """Number of failed saves since the last one that succeeded."""
-        return self._failures
 
     @property
     def has_failed_too_often(self) -> bool:
         """Whether no further failure in a row is allowed."""
-        return self._failures >= self._config.max_save_failures
-
-    @property
-    def keep_next(self) -> bool:
-        """Whether --keep-latest-checkpoints must never remove the next checkpoint."""
-        return self._keep_next
+        return self.failures >= self._config.max_save_failures
 
     def is_due(self, before: int, after: int) -> bool:
         """Return whether a save is due after a step or jump from iteration `before` to `after`.
@@ -113,7 +107,7 @@ class SavePolicy:
         """Record a step or jump, which may pass an iteration whose checkpoint is kept."""
         self._passed = after
         if self._passes_named(before, after) or is_due(self._config.keep_every, before, after):
-            self._keep_next = True
+            self.keep_next = True
 
     def record_end_of_run(self) -> None:
         """Record that no further iteration follows, so that a failed save cannot wait for one."""
@@ -125,7 +119,7 @@ class SavePolicy:
         Read `keep_next` before.
         """
         self._retry_at = None
-        self._keep_next = False
+        self.keep_next = False
 
     def record_failure(self, iteration: int, *, keep: bool) -> None:
         """Record that a save failed, and schedule the next attempt.
@@ -135,15 +129,15 @@ class SavePolicy:
             keep: Whether its checkpoint had to be kept permanently. The next one that is saved is
                 then kept instead.
         """
-        self._failures += 1
+        self.failures += 1
         self._passed = max(self._passed, iteration)
         self._retry_at = iteration + self._config.save_retry_interval
         # Another such iteration may have been passed since the save began.
-        self._keep_next = self._keep_next or keep
+        self.keep_next = self.keep_next or keep
 
     def record_success(self) -> None:
         """Record that a checkpoint is safe."""
-        self._failures = 0
+        self.failures = 0
 
     def _passes_named(self, before: int, after: int) -> bool:
         """Return whether the run passes an iteration of --save-at."""
@@ -227,19 +221,17 @@ class Saver:
             lambda: free_bytes(staging), f"reading the free space of {staging}", self._log
         )
         room = int(free // (self._store.count_staged(size) + SMALL_FILES))
+        how = "training waits for them"
         if self._config.async_save:
             how = "written while training continues"
-        else:
-            how = "training waits for them"
         keep = self._config.keep_latest_checkpoints
         if keep is None:
             kept = "all are kept"
         else:
             kept = f"the newest {keep} are kept"
+        shortage = "; THERE IS NO ROOM: saves will fail"
         if room > 0:
             shortage = ""
-        else:
-            shortage = "; THERE IS NO ROOM: saves will fail"
         return (
             f"{format_bytes(size)} each",
             f"{how}, {kept}; {format_bytes(free)} free, enough for {room}{shortage}",
@@ -425,10 +417,9 @@ class Saver:
         if not warnings or self._warned:
             return
         self._warned = True
+        others = ""
         if len(warnings) > 1:
             others = f" (and {format_count(len(warnings) - 1, 'other rank')})"
-        else:
-            others = ""
         self._log(f"warning: {warnings[0]}{others}")
 
     def _start_stage(self, stage: SaveStage, save: SaveInProgress) -> None:
@@ -482,7 +473,7 @@ class Saver:
         """
         cause = save.work.error
         own = self._make_outcome(save.work)
-        outcomes = [StageOutcome.from_json(record) for record in self._ranks.gather(own.to_json())]
+        outcomes = [restore(StageOutcome, each) for each in self._ranks.gather(asdict(own))]
         for outcome in outcomes:
             if outcome.fatal is not None:
                 raise CheckpointError(outcome.fatal) from cause
@@ -569,12 +560,8 @@ class Saver:
             TrainingError: On every rank. The message names each tensor, its rank, and the number of
                 such values.
         """
-        own = describe_not_finite(shards)
-        # The counters and scalars are equal on all ranks, so one rank reports them.
-        if self._ranks.rank == 0:
-            for name, record in (("optimizer", contents.scalars), ("state", contents.state)):
-                own += [f"{key} is {value}" for key, value in values_not_finite(record, name)]
-        found = gather_not_finite(own, self._ranks)
+        records = {"optimizer": contents.scalars, "state": contents.state}
+        found = gather_not_finite(describe_not_finite(shards), records, self._ranks)
         if not found:
             return
         raise TrainingError(

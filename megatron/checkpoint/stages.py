@@ -13,7 +13,6 @@ import threading
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -108,26 +107,6 @@ class StageResult:
             return self
         return StageResult(self.written.summarise(), self.published, self.warning)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON, for the other ranks."""
-        record: dict[str, Any] = {"written": None, "published": None, "warning": self.warning}
-        if self.written is not None:
-            record["written"] = self.written.to_json()
-        if self.published is not None:
-            record["published"] = self.published.to_json()
-        return record
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> "StageResult":
-        """Return the result that `to_json` described on another rank."""
-        written = None
-        if record["written"] is not None:
-            written = WrittenFile.from_json(record["written"])
-        published = None
-        if record["published"] is not None:
-            published = Published.from_json(record["published"])
-        return cls(written, published, record["warning"])
-
 
 @dataclass(frozen=True)
 class StageOutcome:
@@ -139,15 +118,6 @@ class StageOutcome:
     """A failure after which the save may be tried again, with the rank and its host."""
     fatal: str | None = None
     """A failure that ends the run."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the outcome as JSON, for the other ranks."""
-        return {"result": self.result.to_json(), "failure": self.failure, "fatal": self.fatal}
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> "StageOutcome":
-        """Return the outcome that `to_json` described on another rank."""
-        return cls(StageResult.from_json(record["result"]), record["failure"], record["fatal"])
 
 
 class SaveStages:
@@ -183,15 +153,14 @@ class SaveStages:
                 return StageResult(published=self._finish_earlier())
             case SaveStage.PREPARE:
                 self._prepare(save)
-                return StageResult()
             case SaveStage.WRITE:
                 written = self._write(save)
                 return StageResult(written=written, warning=self._describe_slow_copy())
             case SaveStage.READ_BACK:
                 self._read_back(save)
-                return StageResult()
             case SaveStage.PUBLISH:
                 return StageResult(published=self._publish(save))
+        return StageResult()
 
     def _finish_earlier(self) -> Published | None:
         """Publish what an earlier attempt left. Return None if none left a checkpoint."""

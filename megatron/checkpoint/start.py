@@ -27,7 +27,7 @@ from megatron.checkpoint.folder import (
     remove_interrupted_leftovers,
     set_aside,
 )
-from megatron.checkpoint.lineage import Lineage, find_lineage_before
+from megatron.checkpoint.lineage import find_lineage_before
 from megatron.checkpoint.load import Checkpoint, open_checkpoint
 from megatron.checkpoint.manifest import MANIFEST, manifest_of_text
 from megatron.checkpoint.store import Store
@@ -175,9 +175,21 @@ def _find_once(config: CheckpointConfig, known_damage: Mapping[int, str] | None)
     root = Path(str(config.load_folder))
     _refuse_single_checkpoint(root)
     saved = list_saved_iterations(root)
-    if config.load_iteration is not None:
-        return _take_requested(root, config.load_iteration, saved, config, known_damage)
-    pointer = _read_start_pointer(root, saved)
+    if (iteration := config.load_iteration) is not None:
+        # There is no fallback. An operator who names an iteration wants that one or an error.
+        if iteration not in saved:
+            existing = ", ".join(f"global_step{i}" for i in saved) or "none"
+            raise CheckpointError(
+                f"--load-iteration {iteration}: {root} has no such checkpoint; there are: "
+                f"{existing}"
+            )
+        checkpoint = _open_complete(root, iteration, known_damage)
+        return StartPoint(checkpoint, (), _note_later(saved, iteration, config))
+    pointer = read_pointer(root)
+    if pointer is None and len(saved) == 1 and has_no_checkpoint_yet(root):
+        # The very first save was killed between the rename of its folder and the pointers. The
+        # marker proves that no older checkpoint existed, so this one must be it.
+        pointer = Pointer(saved[0], None)
     if pointer is None:
         _refuse_to_start_over(config, root, saved)
         return StartPoint(None)
@@ -215,51 +227,6 @@ def _refuse_foreign_checkpoint(config: CheckpointConfig) -> None:
         )
 
 
-def _take_requested(
-    root: Path,
-    iteration: int,
-    saved: list[int],
-    config: CheckpointConfig,
-    known_damage: Mapping[int, str] | None,
-) -> StartPoint:
-    """Return the start from the checkpoint that --load-iteration names.
-
-    There is no fallback. An operator who names an iteration wants that one or an error.
-
-    Args:
-        root: Folder of the checkpoints.
-        iteration: The iteration that was given.
-        saved: Iterations of all checkpoints in `root`.
-        config: See `find_start`.
-        known_damage: See `find_start`.
-
-    Raises:
-        CheckpointError: If it does not exist.
-        DamagedError: If it is damaged.
-    """
-    if iteration not in saved:
-        existing = ", ".join(f"global_step{i}" for i in saved) or "none"
-        raise CheckpointError(
-            f"--load-iteration {iteration}: {root} has no such checkpoint; there are: {existing}"
-        )
-    checkpoint = _open_complete(root, iteration, known_damage)
-    return StartPoint(checkpoint, (), _note_later(saved, iteration, config))
-
-
-def _read_start_pointer(root: Path, saved: list[int]) -> Pointer | None:
-    """Return what the pointers name, or None if the run has no checkpoint to start from.
-
-    Raises:
-        CheckpointError: See `read_pointer`.
-    """
-    pointer = read_pointer(root)
-    if pointer is None and len(saved) == 1 and has_no_checkpoint_yet(root):
-        # The very first save was killed between the rename of its folder and the pointers. The
-        # marker proves that no older checkpoint existed, so this one must be it.
-        return Pointer(saved[0], None)
-    return pointer
-
-
 def _take_newest_intact(
     root: Path,
     pointer: Pointer,
@@ -288,7 +255,15 @@ def _take_newest_intact(
         if iteration not in saved
     ]
     lineage = find_lineage_before(root, pointer.iteration)
-    for iteration, digest in _list_candidates(root, pointer, lineage):
+    # The pointed checkpoint is taken whatever its digest, because the operator may have edited the
+    # pointers. An older one must have the digest that the lineage gives.
+    candidates: list[tuple[int, str | None]] = [(pointer.iteration, None)]
+    candidates += [
+        (entry.iteration, entry.digest)
+        for entry in reversed(lineage or ())
+        if find_stored_folder(root, entry.iteration).is_dir()
+    ]
+    for iteration, digest in candidates:
         try:
             found = _open_complete(root, iteration, known_damage)
         except DamagedError as damage:
@@ -313,20 +288,6 @@ def _take_newest_intact(
     else:
         why = f"this lineage has no older intact one; checkpoints of other lineages: {others}"
     raise _make_no_start_error(damaged, why)
-
-
-def _list_candidates(
-    root: Path, pointer: Pointer, lineage: Lineage | None
-) -> list[tuple[int, str | None]]:
-    """Return (iteration, digest of the manifest) of each checkpoint to try, in this order."""
-    # The pointed checkpoint is taken whatever its digest, because the operator may have edited the
-    # pointers. An older one must have the digest that the lineage gives.
-    older = [
-        (entry.iteration, entry.digest)
-        for entry in reversed(lineage or ())
-        if find_stored_folder(root, entry.iteration).is_dir()
-    ]
-    return [(pointer.iteration, None), *older]
 
 
 def _open_complete(
@@ -379,10 +340,9 @@ def _refuse_to_start_over(config: CheckpointConfig, root: Path, saved: list[int]
         CheckpointError: If a checkpoint is required, or the folder has traces of a run.
     """
     if config.require_load or config.finetune:
+        flag = "--finetune"
         if config.require_load:
             flag = "--require-load"
-        else:
-            flag = "--finetune"
         raise CheckpointError(
             f"{flag}: {root / LATEST} does not exist, so there is nothing to load"
         )
@@ -390,14 +350,12 @@ def _refuse_to_start_over(config: CheckpointConfig, root: Path, saved: list[int]
     # A run that ended before its first checkpoint left traces, too. The marker shows that nothing
     # is lost, so the same command starts again without a flag.
     if found and not config.allow_fresh_start and not (has_no_checkpoint_yet(root) and not saved):
+        advice = ""
         if saved:
             advice = f"write global_step{saved[-1]} into {root / LATEST} to resume from it, or "
-        else:
-            advice = ""
+        more = ""
         if len(found) > 8:
             more = ", ..."
-        else:
-            more = ""
         raise CheckpointError(
             f"{root} holds traces of a run ({', '.join(found[:8])}{more}) but no pointer "
             f"{LATEST}; {advice}give --allow-fresh-start to start at iteration 0"

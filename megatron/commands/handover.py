@@ -54,8 +54,8 @@ class HandoverArguments:
     steps: int = 5
     """Iterations to train again."""
     log: Path | None = None
-    """Log with Megatron's lines, if the checkpoint was imported from another trainer. The numbers
-    in it are compared."""
+    """Log with Megatron's lines, if the checkpoint was imported from another trainer, or its folder
+    of TensorBoard events. The numbers in it are compared."""
     scratch: Path | None = None
     """Folder for the records of the rehearsal, which are removed at its end. Several nodes must
     share it. Default: a folder in memory."""
@@ -83,8 +83,8 @@ class Answer:
             return "no verdict: the command had too little time"
         absent = min(self.record.steps.keys() - self.trained.steps.keys(), default=None)
         if code != 0:
-            output = self.trained.output
-            reason = next((line for line in output if "error" in line), *output[-1:])
+            output = self.trained.output or ["It printed nothing."]
+            reason = next((line for line in output if "error" in line), output[-1])
             before = f" before iteration {absent}" * (absent is not None)
             return f"no go: the command ended with exit code {code}{before}. {reason}"
         if absent is not None:

@@ -205,7 +205,7 @@ class InstalledParts(Parts):
         """Build the comparison of --replay-interval."""
         if not plan.config.parallel.replay_interval:
             return Replay()
-        from megatron.extras.watch.replay.replay import MicrobatchReplay
+        from megatron.extras.watch.replay import MicrobatchReplay
 
         return MicrobatchReplay(plan.config.parallel.replay_action, mesh, engine, log)
 

@@ -38,7 +38,7 @@ from megatron.console.preset_table import format_preset_table
 from megatron.console.run_tool import run_tool
 from megatron.data.epochs import DatasetUse, measure_training_data, warn_about_many_epochs
 from megatron.extras.interop.translators.translator import load_config
-from megatron.extras.planner.commands.plan_cost import build_cost_json, format_cost, write_trace
+from megatron.extras.planner.commands.plan_cost import build_cost_json, list_cost_rows, write_trace
 from megatron.extras.planner.commands.plan_dry_run import (
     build_dry_run_json,
     format_dry_run,
@@ -327,8 +327,8 @@ def _plan_source(options: PlanArguments, source: CommandSource, show: Callable[[
             f"{options.write_config} is written. Its configuration has the digest {digest}.",
         )
     # A failure to draw is printed in place of the report, so that --json prints one document.
-    if not plan.errors:
-        _write_trace(plan, options, hardware)
+    if not plan.errors and options.trace is not None:
+        write_trace(predict_plan(plan, hardware), options.trace)
     search = _print_report(options, plan, at, warnings, assumed, uses, hardware, notes)
     return _choose_exit_code(plan, hardware, search)
 
@@ -403,7 +403,7 @@ def _print_report(
     lines = [f"note: {note}" for note in notes]
     # With --distributed-backend gloo, the default is the CPU that the run asks for.
     is_default = options.hardware is None and hardware.has_gpu
-    predicted = format_cost(plan, hardware, options.cost, is_default=is_default, assumed=assumed)
+    predicted = list_cost_rows(plan, hardware, options.cost, is_default=is_default, assumed=assumed)
     lines += format_plan(plan, at, warnings, uses, hardware, predicted, assumed)
     search = _search(plan, options, hardware)
     lines += _format_search(search)
@@ -447,16 +447,6 @@ def _format_search(search: _Search | None) -> list[str]:
     if search.explained is not None:
         lines += ["", *format_explanation(search.explained, search.found)]
     return lines
-
-
-def _write_trace(plan: Plan, options: PlanArguments, hardware: Hardware) -> None:
-    """Write the trace of a step if it is asked for.
-
-    Raises:
-        ConfigError: The hardware has no peak for fp32, or the file cannot be written.
-    """
-    if options.trace is not None:
-        write_trace(predict_plan(plan, hardware), options.trace)
 
 
 def _choose_hardware(options: PlanArguments, source: CommandSource, on_cpus: bool) -> Hardware:

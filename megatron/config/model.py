@@ -269,8 +269,7 @@ class ModelConfig:
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
         """The kinds of attention of its layers. Those with a state in place of keys are last."""
         usual: AttentionKind = "latent" if self.multi_latent_attention else "dot_product"
-        variant = self.experimental_attention_variant
-        return (usual,) if variant is None else (usual, variant)
+        return tuple(filter(None, (usual, self.experimental_attention_variant)))
 
     @property
     def has_dropout(self) -> bool:

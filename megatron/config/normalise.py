@@ -275,14 +275,12 @@ def normalise_flag(typed: str) -> str:
 
 def _describe_strays(strays: list[str], before: list[str]) -> str:
     """Return the message for values that follow no flag or exceed a flag's number of values."""
+    after = ""
     if before:
         after = f" after {' '.join(before)}"
-    else:
-        after = ""
+    attach = ""
     if len(before) == 1 and strays[0].lower() in ("true", "false"):
         attach = f"; write {before[0]}={strays[0]}"
-    else:
-        attach = ""
     shown = format_some(f"'{token}'" for token in strays)
     return f"{shown}{after} belongs to no flag{attach}."
 

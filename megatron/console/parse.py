@@ -108,10 +108,7 @@ def split_at_double_dash(argv: Sequence[str] | None) -> tuple[list[str], list[st
         The words before `--`.
         The words after it, or None if there is no `--`.
     """
-    if argv is None:
-        words = sys.argv[1:]
-    else:
-        words = list(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
     if "--" not in words:
         return words, None
     end = words.index("--")

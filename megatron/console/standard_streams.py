@@ -72,10 +72,7 @@ class _EnduringOutput(io.RawIOBase):
     def _account(self, error: OSError) -> bytes:
         """Return the line that reports how many lines were lost."""
         # Without this, the report would continue a line that was written in part.
-        if self._torn:
-            end_of_line = "\n"
-        else:
-            end_of_line = ""
+        end_of_line = "\n" if self._torn else ""
         lost = (
             f"warning: {self._lost_lines} lines of {self._name} were lost before this one "
             f"({error.strerror})"

@@ -20,7 +20,7 @@ from megatron.data.indexed_source import (
     check_vocabulary,
 )
 from megatron.data.phases import PlannedPhase, find_phase_mixture, select_phases, use_phase
-from megatron.data.position_source import PositionSource, find_kind
+from megatron.data.position_source import PositionSource
 from megatron.data.registry import DatasetRegistry
 from megatron.data.segments import RequestedData, open_mixture
 from megatron.data.source import BatchSlice, Source, SourceKind, SourceRequest, Sources
@@ -53,20 +53,6 @@ class MockSource(PositionSource):
     def state(self) -> dict[str, Any]:
         """Return the position. There are no segments."""
         return {"consumed_samples": self._consumed, "segments": []}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Continue from a state.
-
-        Raises:
-            DataError: the state is that of real data.
-        """
-        if find_kind(state) != self.kind:
-            raise DataError(
-                f"{self.name}: the checkpoint was trained on real data, and --mock-data would go "
-                "on with synthetic tokens; remove --mock-data, or start a new run with --finetune "
-                "and another --save"
-            )
-        self._move_to(int(state["consumed_samples"]))
 
     def fill(self, positions: NDArray[np.int64], samples: NDArray[np.int64]) -> None:
         """Write the tokens of samples. See `PositionSource.fill`."""
@@ -123,24 +109,16 @@ def build_sources(
         return _build_mock_sources(request, registry)
     if data.dataset_format is not None:
         assert other is not None, "`Parts.find_missing` refuses --dataset-format without its part"
-        return _build_other_sources(request, other, registry)
+        sources = other.build(request, registry)
+        if sources.train is None and request.train_samples != 0:
+            asked = "" if request.train_samples is None else f"{request.train_samples:,} "
+            raise DataError(
+                f"--dataset-format {data.dataset_format} leaves no sample for training in "
+                f"{', '.join(data.data_path)}, and the run needs {asked}training samples. Give "
+                "more data, or a --split with a larger first share."
+            )
+        return sources
     return _build_indexed_sources(request, registry)
-
-
-def _build_other_sources(
-    request: SourceRequest, other: SourceKind, registry: DatasetRegistry
-) -> Sources:
-    """Return the sources of the data of --dataset-format."""
-    data = request.data
-    sources = other.build(request, registry)
-    if sources.train is None and request.train_samples != 0:
-        asked = "" if request.train_samples is None else f"{request.train_samples:,} "
-        raise DataError(
-            f"--dataset-format {data.dataset_format} leaves no sample for training in "
-            f"{', '.join(data.data_path)}, and the run needs {asked}training samples. Give "
-            "more data, or a --split with a larger first share."
-        )
-    return sources
 
 
 def _build_indexed_sources(request: SourceRequest, registry: DatasetRegistry) -> Sources:
@@ -167,7 +145,12 @@ def _build_indexed_sources(request: SourceRequest, registry: DatasetRegistry) ->
         sources: dict[str, Source] = {}
         mixtures: tuple[NamedMixture, ...] = ()
         if num_samples is None or num_samples > 0:
-            mixtures = _list_evaluation_mixtures(data, which, request.phases)
+            mixtures = find_evaluation_mixtures(data, which)
+            # With phases, --split holds out documents of the first phase. All evaluations then have
+            # the same samples.
+            if not mixtures and request.phases:
+                first = use_phase(data, request.phases[0].phase)
+                mixtures = find_evaluation_mixtures(first, which)
         for mixture in mixtures:
             requested = opener.open(mixture, request.seed, num_samples)
             # Sets without documents in their split are left out. A note reports them.
@@ -241,47 +224,23 @@ def _list_train_mixtures(
         ConfigError: no training data are given, or a value cannot be parsed.
     """
     if phases:
-        return _list_phase_mixtures(data, seed, train_samples, phases)
+        ahead = select_phases(phases, train_samples)
+        ends = [*(planned.start_sample for planned in ahead[1:]), train_samples]
+        return [
+            (
+                find_phase_mixture(data, planned.phase),
+                seed if planned.phase.seed is None else planned.phase.seed,
+                end,
+                planned.start_sample,
+            )
+            for planned, end in zip(ahead, ends, strict=True)
+        ]
     mixture = find_train_mixture(data)
     if mixture is None:
         raise ConfigError(
             "no training data is given; use --data-path or --train-weighted-split-paths."
         )
     return [(mixture, seed, train_samples, 0)]
-
-
-def _list_phase_mixtures(
-    data: DataConfig, seed: int, train_samples: int | None, phases: Sequence[PlannedPhase]
-) -> list[tuple[NamedMixture, int, int | None, int]]:
-    """Return what `_list_train_mixtures` does, with --data-phases."""
-    ahead = select_phases(phases, train_samples)
-    ends = [*(planned.start_sample for planned in ahead[1:]), train_samples]
-    return [
-        (
-            find_phase_mixture(data, planned.phase),
-            seed if planned.phase.seed is None else planned.phase.seed,
-            end,
-            planned.start_sample,
-        )
-        for planned, end in zip(ahead, ends, strict=True)
-    ]
-
-
-def _list_evaluation_mixtures(
-    data: DataConfig, which: Literal["valid", "test"], phases: Sequence[PlannedPhase]
-) -> tuple[NamedMixture, ...]:
-    """Return the validation or test sets.
-
-    With phases, --split holds out documents of the first phase. All evaluations then have the same
-    samples.
-
-    Raises:
-        ConfigError: a value cannot be parsed.
-    """
-    mixtures = find_evaluation_mixtures(data, which)
-    if not mixtures and phases:
-        return find_evaluation_mixtures(use_phase(data, phases[0].phase), which)
-    return mixtures
 
 
 def _build_mock_sources(request: SourceRequest, registry: DatasetRegistry) -> Sources:

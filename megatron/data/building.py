@@ -227,10 +227,9 @@ def _locked(path: Path, what: str, limit_seconds: float, log: Log) -> int:
             raise
         if result is LockResult.HELD:
             return descriptor
+        holder = "a process that has just ended its build"
         if result is LockResult.TAKEN:
             holder = _read_holder(descriptor)
-        else:
-            holder = "a process that has just ended its build"
         os.close(descriptor)
         waited = time.monotonic() - started
         if waited > limit_seconds:

@@ -61,10 +61,9 @@ class IndexShape:
         # With one epoch, nothing comes before the last one.
         epochs = max(1, -(-(num_samples * seq_length + 1) // tokens_per_epoch))
         total = (epochs * tokens_per_epoch - 1) // seq_length
+        before_last = 0
         if epochs > 1:
             before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_length
-        else:
-            before_last = 0
         per_epoch = (tokens_per_epoch - 1) // seq_length
         # 0.95 is the reference's. A last epoch that is nearly complete is shuffled with the others.
         separate = epochs > 1 and num_samples - before_last < int(0.95 * per_epoch)

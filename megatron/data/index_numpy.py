@@ -163,40 +163,25 @@ def gather_tokens(
             raise RuntimeError("row outside the output")
         filled = 0
         while filled < length:
-            begin, part = _stretch(tokens, pointers, sizes, doc_idx, index, offset)
-            part = min(part, length - filled)
+            # The messages are those of the C++ code, so that both fail in the same way.
+            if index >= len(doc_idx):
+                raise RuntimeError("a sample reaches past the last document")
+            if index < 0:
+                count = len(doc_idx)
+                raise RuntimeError(f"place in doc_idx {index} is out of range: there are {count}")
+            document = int(doc_idx[index])
+            if not 0 <= document < len(sizes):
+                raise RuntimeError(f"document {document} is out of range: there are {len(sizes)}")
+            size = int(sizes[document])
+            if not 0 <= offset <= size:
+                raise RuntimeError(f"offset {offset} is outside document {document}")
+            begin = int(pointers[document]) // tokens.itemsize
+            if begin < 0 or begin + size > len(tokens):
+                raise RuntimeError(f"document {document} lies outside the tokens")
+            begin += offset
+            part = min(size - offset, length - filled)
             out[row, filled : filled + part] = tokens[begin : begin + part]
             filled += part
             # The sample continues at the first token of the next shuffled document.
             index += 1
             offset = 0
-
-
-def _stretch(
-    tokens: NDArray,
-    pointers: NDArray[np.int64],
-    sizes: NDArray[np.int32],
-    doc_idx: NDArray,
-    index: int,
-    offset: int,
-) -> tuple[int, int]:
-    """Return where the tokens of doc_idx[index] from `offset` on begin, and their number.
-
-    Raises:
-        RuntimeError: see `gather_tokens`.
-    """
-    # The messages are those of the C++ code, so that both fail in the same way.
-    if index >= len(doc_idx):
-        raise RuntimeError("a sample reaches past the last document")
-    if index < 0:
-        raise RuntimeError(f"place in doc_idx {index} is out of range: there are {len(doc_idx)}")
-    document = int(doc_idx[index])
-    if not 0 <= document < len(sizes):
-        raise RuntimeError(f"document {document} is out of range: there are {len(sizes)}")
-    size = int(sizes[document])
-    if not 0 <= offset <= size:
-        raise RuntimeError(f"offset {offset} is outside document {document}")
-    begin = int(pointers[document]) // tokens.itemsize
-    if begin < 0 or begin + size > len(tokens):
-        raise RuntimeError(f"document {document} lies outside the tokens")
-    return begin + offset, size - offset

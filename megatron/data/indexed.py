@@ -428,7 +428,12 @@ class IndexedDatasetWriter:
         """
         lengths = np.asarray(sizes, np.int64)
         first = self.num_sequences + 1
-        self._append(np.asarray(tokens), lengths)
+        ids = np.asarray(tokens)
+        assert int(lengths.sum()) == ids.size, (
+            f"sizes add up to {int(lengths.sum())}, there are {ids.size} tokens"
+        )
+        self._write_tokens(ids)
+        self._write_sizes(lengths)
         self._add_offsets(np.arange(first, first + len(lengths), dtype=np.int64))
 
     def add_dataset(self, other: IndexedDataset) -> None:
@@ -469,14 +474,6 @@ class IndexedDatasetWriter:
         self._close()
         for path in self._partial.values():
             path.unlink(missing_ok=True)
-
-    def _append(self, tokens: NDArray, sizes: NDArray[np.int64]) -> None:
-        """Append tokens and the sizes of their sequences."""
-        assert int(sizes.sum()) == tokens.size, (
-            f"sizes add up to {int(sizes.sum())}, there are {tokens.size} tokens"
-        )
-        self._write_tokens(tokens)
-        self._write_sizes(sizes)
 
     def _write_tokens(self, tokens: NDArray) -> None:
         if tokens.size and tokens.dtype != self.dtype:

@@ -1,5 +1,6 @@
 """Sources of samples from indexed data sets (.bin and .idx)."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.base.errors import DataError
+from megatron.base.json_record import restore
 from megatron.data.batches import Microbatch
 from megatron.data.indexed import IndexedDataset
-from megatron.data.position_source import PositionSource, find_kind, make_vocabulary_error
+from megatron.data.position_source import PositionSource, make_vocabulary_error
 from megatron.data.registry import DatasetRegistry
 from megatron.data.segments import History, RequestedData, Segment, make_first_segment
 from megatron.data.source import BatchSlice
@@ -73,7 +75,7 @@ class IndexedSource(PositionSource):
         """Return the position and the segments of the order, as JSON values."""
         return {
             "consumed_samples": self._consumed,
-            "segments": [segment.to_json() for segment in self.history.segments],
+            "segments": [dataclasses.asdict(segment) for segment in self.history.segments],
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -82,22 +84,10 @@ class IndexedSource(PositionSource):
         Raises:
             DataError: the order that the state records cannot be rebuilt any more.
         """
-        kind = find_kind(state)
-        if kind == "mock":
-            raise DataError(
-                f"{self.name}: the checkpoint was trained on --mock-data; resume with it, or start "
-                "a new run from these weights with --finetune and another --save"
-            )
-        if kind != self.kind:
-            raise DataError(
-                f"{self.name}: the checkpoint was trained on data with --dataset-format. Resume "
-                "with these data, or start a new run from its weights with --finetune and another "
-                "--save."
-            )
-        self._move_to(int(state["consumed_samples"]))
+        super().load(state)
         self._prepared = False
         recorded = History(
-            [Segment.from_json(record) for record in state["segments"]], self._registry
+            [restore(Segment, record) for record in state["segments"]], self._registry
         )
         self._history = self._keep_notes(self._resume(recorded))
 
@@ -114,10 +104,10 @@ class IndexedSource(PositionSource):
             document, _ = dataset.locate(sample, column)
         return f"{dataset.indexed.prefix}: document {document}"
 
-    def _keep_notes(self, result: tuple[History, list[str]]) -> History:
-        """Keep the messages for the user, and return the history."""
-        history, notes = result
-        self._registry.notes.extend(f"{self.name}: {note}" for note in notes)
+    def _keep_notes(self, history: History) -> History:
+        """Move the messages for the user to the registry, and return the history."""
+        self._registry.notes.extend(f"{self.name}: {note}" for note in history.notes)
+        history.notes.clear()
         return history
 
     def _wrap_around(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -161,8 +151,8 @@ class IndexedSource(PositionSource):
             )
         return super().read_batch(batch_size, seq_length)
 
-    def _resume(self, recorded: History) -> tuple[History, list[str]]:
-        """Return the order that continues a recorded one, and messages about what changed."""
+    def _resume(self, recorded: History) -> History:
+        """Return the order that continues a recorded one."""
         number = sum(phase.start_sample <= self._consumed for phase in self._phases)
         return recorded.resume(self._consumed, self._phases[number - 1 :])
 
@@ -174,15 +164,14 @@ class EvaluationSource(IndexedSource):
     first one.
     """
 
-    def _resume(self, recorded: History) -> tuple[History, list[str]]:
+    def _resume(self, recorded: History) -> History:
         (requested,) = self._phases
         if requested.can_continue(recorded.segments[-1]):
             # The order may have been made for another number of samples. It is kept, since the same
             # samples in the same order keep loss curves comparable. Reading wraps around.
-            return (recorded, [])
-        return History([make_first_segment(requested)], self._registry), [
-            "data, --seed or --seq-length have changed; the set is shuffled again"
-        ]
+            return recorded
+        changed = "data, --seed or --seq-length have changed; the set is shuffled again"
+        return History([make_first_segment(requested)], self._registry, [changed])
 
     def has_samples(self, end: int) -> bool:
         """Return True, because evaluation data never end."""

@@ -34,11 +34,9 @@ class Order(Protocol):
     @property
     def leaves(self) -> list[Samples]:
         """The data sets that the samples come from."""
-        ...
 
     def __len__(self) -> int:
         """Return the number of samples."""
-        ...
 
     def look_up(self, positions: NDArray[np.int64]) -> SampleLocations:
         """Return leaf and sample of each position, with 0 <= position < len.
@@ -47,7 +45,6 @@ class Order(Protocol):
             RuntimeError: a stored order names a sample that does not exist. Its file has changed
                 since it was opened.
         """
-        ...
 
 
 class DatasetOrder:

@@ -59,15 +59,6 @@ class PlannedPhase:
     started: bool
     """Whether the run has reached the start of the phase."""
 
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> "PlannedPhase":
-        """Return the phase that `dataclasses.asdict` recorded."""
-        phase = dict(record["phase"])
-        # JSON has no tuples.
-        for key in ("data_path", "train_weighted_split_paths"):
-            phase[key] = tuple(phase[key])
-        return cls(**{**record, "phase": DataPhase(**phase)})
-
 
 _FIRST = {"from_iteration": 1, "from_tokens": 0}
 """Key -> the value with which a run starts."""

@@ -111,6 +111,10 @@ class Prefetcher(Generic[Request, Result]):
                 self._ahead.append((guess, self._pool.submit(self._read, guess)))
 
 
+_KINDS = {"mock": "--mock-data", "streamed": "data with --dataset-format"}
+"""Kind of data -> what a message calls it, if not by its name."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Request:
     """What identifies a batch. The prefetcher uses it as its key."""
@@ -218,12 +222,13 @@ class PositionSource(abc.ABC):
             DataError: the state belongs to other data.
         """
         # A position is a number, so it would be accepted for any data.
-        kind = find_kind(state)
+        trained, own = (_KINDS.get(kind, f"{kind} data") for kind in (find_kind(state), self.kind))
+        recorded = state.get("fingerprints", {})
         problem = None
-        if kind != self.kind:
-            problem = f"was trained on {kind} data, and not on {self.kind} data"
-        elif state["fingerprints"] != self.fingerprints:
-            problem = f"records {state['fingerprints']}, and the data now are {self.fingerprints}"
+        if trained != own:
+            problem = f"was trained on {trained}, and not on {own}"
+        elif recorded != self.fingerprints:
+            problem = f"records {recorded}, and the data now are {self.fingerprints}"
         if problem is not None:
             raise DataError(
                 f"{self.name}: the checkpoint {problem}. Resume with the data of the checkpoint, "

@@ -20,7 +20,6 @@ is lost or drawn twice, whatever changes on a resume. The rules are:
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,20 +61,6 @@ class Segment:
     seed: int
     seq_length: int
     parts: tuple[SegmentDataset, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the segment as JSON values."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> "Segment":
-        """Return the segment that `to_json` recorded."""
-        # JSON has no tuples. A list would make the part's key differ from a requested one.
-        parts = tuple(
-            SegmentDataset(**{**part, "documents": tuple(part["documents"])})
-            for part in record["parts"]
-        )
-        return cls(**{**record, "parts": parts})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,9 +248,13 @@ def make_first_segment(requested: RequestedData) -> Segment:
 class History:
     """The segments of a run as one long order of samples."""
 
-    def __init__(self, segments: list[Segment], registry: DatasetRegistry) -> None:
-        """Take the segments in order. Nothing is opened yet."""
+    def __init__(
+        self, segments: list[Segment], registry: DatasetRegistry, notes: Sequence[str] = ()
+    ) -> None:
+        """Take the segments in order, and messages about them. Nothing is opened yet."""
         self._registry = registry
+        self.notes = list(notes)
+        """Messages for the user about what was added or has changed."""
         self._open = [OpenSegment(segment, registry) for segment in segments]
 
     @property
@@ -315,50 +304,38 @@ class History:
         with self._registry.guarded():
             return order.locate(opened.order, position - opened.segment.start_sample)
 
-    def extend(self, requested: RequestedData, needed: int) -> tuple["History", list[str]]:
-        """Add segments of the requested data until `needed` samples are covered.
-
-        Returns:
-            The extended history, and messages about what was added.
-        """
+    def extend(self, requested: RequestedData, needed: int) -> "History":
+        """Return the history with segments of the requested data until `needed` are covered."""
         # One more segment may not be enough. A mixture ends when one of its data sets is exhausted.
         history = self
-        notes = []
         while history.end < needed:
-            history, note = history._append_segment(requested)
-            notes.append(note)
-        return history, notes
-
-    def _append_segment(self, requested: RequestedData) -> tuple["History", str]:
-        """Return the history with another segment at its end, and a message about it."""
-        end = self.end
-        segment, description = self._make_next_segment(end, requested)
-        if requested.endless:
-            why = f"the data were read up to sample {end}"
-        else:
+            end = history.end
+            segment, description = history._make_next_segment(end, requested)
             why = f"{requested.num_samples} samples are requested, {end} are covered"
-        note = f"data order: {why}; from sample {end} on {description}"
-        return History([*self.segments, segment], self._registry), note
+            if requested.endless:
+                why = f"the data were read up to sample {end}"
+            note = f"data order: {why}; from sample {end} on {description}"
+            history = history._replace([*history.segments, segment], note)
+        return history
+
+    def _replace(self, segments: list[Segment], *notes: str) -> "History":
+        """Return a history of other segments, with further messages."""
+        return History(segments, self._registry, [*self.notes, *notes])
 
     @classmethod
-    def start(
-        cls, phases: Sequence[RequestedData], registry: DatasetRegistry
-    ) -> tuple["History", list[str]]:
-        """Return the history of a new run, and messages about it.
+    def start(cls, phases: Sequence[RequestedData], registry: DatasetRegistry) -> "History":
+        """Return the history of a new run.
 
         Args:
             phases: The phases in order. A run without phases has one.
             registry: Opens the data sets.
         """
         first, *later = phases
-        history, notes = cls([make_first_segment(first)], registry).extend(first, first.num_samples)
-        if not later:
-            return history, notes
-        history, further = history._append_phases(later, [])
-        return history, notes + further
+        history = cls([make_first_segment(first)], registry).extend(first, first.num_samples)
+        return history._append_phases(later, [])
 
-    def resume(self, consumed: int, phases: Sequence[RequestedData]) -> tuple["History", list[str]]:
-        """Return the history with which a run continues, and messages about what changed.
+    def resume(self, consumed: int, phases: Sequence[RequestedData]) -> "History":
+        """Return the history with which a run continues.
 
         Args:
             consumed: Samples that the run has consumed.
@@ -371,31 +348,28 @@ class History:
         # Nothing was consumed. The result must equal that of a run that starts with this data.
         if consumed == 0 and not requested.can_continue(last):
             return History.start(phases, self._registry)
-        notes: list[str] = []
         history = past
         if not requested.can_continue(last):
             segment, description = past._make_next_segment(consumed, requested)
             # Segments that start later were never read, and the new segment replaces them.
             kept = [earlier for earlier in past.segments if earlier.start_sample < consumed]
-            notes.append(
+            history = past._replace(
+                [*kept, segment],
                 f"data order: {self._describe_changes(last, requested)}; from sample {consumed} on "
-                f"{description}"
+                f"{description}",
             )
-            history = History([*kept, segment], self._registry)
         # An index made for another number of samples has another order. The recorded one is kept,
         # since samples that were consumed must keep their positions.
         elif (
             last.start_sample + last.num_samples != requested.num_samples and not requested.endless
         ):
-            notes.append(
+            past.notes.append(
                 f"data order: made for {last.start_sample + last.num_samples} samples, now "
                 f"{requested.num_samples} are requested; it is kept for the {past.end} samples "
                 "that it covers"
             )
-        history, further = history.extend(requested, requested.num_samples)
-        notes += further
-        history, further = history._append_phases(later, self.segments)
-        return history, notes + further
+        history = history.extend(requested, requested.num_samples)
+        return history._append_phases(later, self.segments)
 
     def _drop_later_phases(
         self, consumed: int, requested: RequestedData, starts: Sequence[int]
@@ -427,32 +401,30 @@ class History:
 
     def _append_phases(
         self, phases: Sequence[RequestedData], recorded: Sequence[Segment]
-    ) -> tuple["History", list[str]]:
-        """Return the history with the segments of phases that have not started, and messages.
+    ) -> "History":
+        """Return the history with the segments of phases that have not started.
 
         Args:
             phases: The phases in order.
             recorded: The segments of the checkpoint. They are kept up to the first change.
         """
         history = self
-        notes: list[str] = []
         for phase in phases:
             count = len(history.segments)
             if history.segments == list(recorded[:count]) and phase.is_start_of(recorded[count:]):
-                segment = recorded[count]
+                history = history._replace([*history.segments, recorded[count]])
             else:
                 segment, description = history._make_next_segment(phase.start_sample, phase)
-                notes.append(
+                history = history._replace(
+                    [*history.segments, segment],
                     f"data order: a phase begins at sample {phase.start_sample}; from there on "
-                    f"{description}"
+                    f"{description}",
                 )
-            history = History([*history.segments, segment], self._registry)
-            history, further = history.extend(phase, phase.num_samples)
-            notes += further
+            history = history.extend(phase, phase.num_samples)
         # An earlier launch has reported these.
         if history.segments == list(recorded):
-            return history, []
-        return history, notes
+            history.notes = list(self.notes)
+        return history
 
     def _describe_changes(self, last: Segment, requested: RequestedData) -> str:
         """Return the differences between the last segment and the request, in words."""

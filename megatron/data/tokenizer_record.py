@@ -125,14 +125,9 @@ def check_tokenizers_of_data(config: TokenizerConfig, prefixes: Iterable[str]) -
     """
     found = ((prefix, read_record(prefix)) for prefix in prefixes)
     records = [(prefix, record) for prefix, record in found if record]
-    if records:
-        _compare_with_run(records, describe_tokenizer(config))
-
-
-def _compare_with_run(
-    records: list[tuple[str, dict[str, dict[str, str]]]], here: dict[str, dict[str, str]]
-) -> None:
-    """Compare the recorded tokenizers with that of the run. See `check_tokenizers_of_data`."""
+    if not records:
+        return
+    here = describe_tokenizer(config)
     problems = []
     for prefix, record in records:
         differing = compare_tokenizers(record, here)

@@ -233,7 +233,6 @@ class Engine(Protocol):
                 the same numbers on all ranks. None: every finite step does.
             vote: Returns this rank's terms of `StepResult.votes`.
         """
-        ...
 
     def queue_batch(
         self,
@@ -258,7 +257,6 @@ class Engine(Protocol):
             A function that waits for the numbers of the step. It must be called before the next
             update is planned, and before anything else is called. None if there was no update.
         """
-        ...
 
     def eval_batch(self, microbatches: Sequence[Microbatch], tally: Tally | None = None) -> float:
         """Return the mean loss of one global batch without training.
@@ -267,7 +265,6 @@ class Engine(Protocol):
             microbatches: This rank's microbatches, in order.
             tally: Receives the sums over this rank's predictions.
         """
-        ...
 
     def score_batch(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Return how likely the labels of each sample are that the loss masks keep.
@@ -279,18 +276,15 @@ class Engine(Protocol):
             d data-parallel ranks. The samples of the first data-parallel rank come first. The
             columns are the log-likelihood in nats, and 1 if each label is the most likely token.
         """
-        ...
 
     def shards(self, *, optimizer: bool) -> list[TensorShard]:
         """Return the live state of this rank: weights, and with `optimizer` the moments."""
-        ...
 
     def get_scalars(self) -> dict[str, Any]:
         """Return the rest of the optimizer's state as JSON values.
 
         These are its step count and, in fp16, the state of the search for a loss scale.
         """
-        ...
 
     def finish_load(self, scalars: dict[str, Any] | None) -> None:
         """Update everything that depends on the shards, after they were written into.
@@ -299,7 +293,6 @@ class Engine(Protocol):
             scalars: What `get_scalars` returned when the state was saved. With None, the optimizer
                 starts from scratch.
         """
-        ...
 
     def check_invariants(self, *, repair: bool, iteration: int, last_good: int | None) -> list[str]:
         """Compare the state that several ranks replicate.
@@ -317,12 +310,9 @@ class Engine(Protocol):
             TrainingError: Something differs, and `repair` is not set or the difference cannot be
                 repaired. Every rank raises it.
         """
-        ...
 
     def compute_parameter_norm(self) -> float:
         """Return the norm of all weights of the model."""
-        ...
 
     def describe_choices(self) -> list[tuple[str, str, str]]:
         """Return the rows (what, which implementation, why) of the table printed at start."""
-        ...

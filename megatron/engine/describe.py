@@ -54,10 +54,9 @@ def list_kernels(
     if execution.recomputed_part or execution.recompute_attention_core:
         rows.append(("recomputation", *_describe_recomputation(execution)))
     if execution.compile:
+        graphs = "all layers share their graphs"
         if execution.dynamic_shapes:
             graphs = "any sequence length"
-        else:
-            graphs = "all layers share their graphs"
         rows.append(
             (
                 "compiler",
@@ -86,7 +85,10 @@ def _describe_attention(plan: Plan, mesh: Mesh, execution: Execution) -> tuple[s
         why = "ALiBi needs one"
     elif config.sliding_window is None:
         how, why = "SDPA", "causal, no bias; torch uses its fused kernel where it has one"
-    padded = _describe_padding(plan, mesh, execution)
+    kernels, packs, shape = execution.attention_kernels, execution.pack_documents, plan.shape
+    padded = ""
+    if shape.value_dim < shape.head_dim and (packs or pads_values(kernels, mesh.device)):
+        padded = f", values padded to {shape.head_dim} channels"
     how += padded
     if config.attention_dropout > 0 and not execution.draws_by_kernel:
         masks = "masks of --attention-dropout that are the same on every layout need scores"
@@ -96,11 +98,11 @@ def _describe_attention(plan: Plan, mesh: Mesh, execution: Execution) -> tuple[s
             f"{masks}: up to {megabytes} MiB of them in fp32, each block computed twice; "
             "--attention-dropout 0 has a fused kernel"
         )
-    elif execution.attention_kernels:
+    elif kernels:
         # The conditions above apply to torch's own choice.
         reason = plan.kernel_reasons.get("attention_backend", "--attention-backend")
-        why = f"the first possible kernel of: {' '.join(execution.attention_kernels)}; {reason}"
-    if execution.pack_documents:
+        why = f"the first possible kernel of: {' '.join(kernels)}; {reason}"
+    if packs:
         if mesh.device.type == "cpu":
             return "document by document", "a CPU has no kernel for all documents of a microbatch"
         return f"torch's varlen_attn{padded}", "one call for all documents of a microbatch"
@@ -111,24 +113,15 @@ def _describe_attention(plan: Plan, mesh: Mesh, execution: Execution) -> tuple[s
     return how, why
 
 
-def _describe_padding(plan: Plan, mesh: Mesh, execution: Execution) -> str:
-    pads = execution.pack_documents or pads_values(execution.attention_kernels, mesh.device)
-    if pads and plan.shape.value_dim < plan.shape.head_dim:
-        return f", values padded to {plan.shape.head_dim} channels"
-    return ""
-
-
 def _describe_precision(
     plan: Plan, execution: Execution, loss_scale: LossScale | None
 ) -> tuple[str, str]:
+    stream = ""
     if execution.fp32_residual:
         stream = ", residual stream fp32"
-    else:
-        stream = ""
+    scale = ""
     if loss_scale is not None:
         scale = f"; loss scale {loss_scale.describe()}"
-    else:
-        scale = ""
     dtype = str(execution.dtype or torch.float32).removeprefix("torch.")
     first, second = plan.config.optimizer.exp_avg_dtype, plan.config.optimizer.exp_avg_sq_dtype
     in_fp32 = "masters, moments and accumulation in fp32"
@@ -170,11 +163,10 @@ def _describe_pipeline(plan: Plan, mesh: Mesh, pipelined: str) -> tuple[str, str
     ranks = mesh.grid.pipeline
     stages = plan.stages
     layers = " ".join(str(len(stage.layers)) for stage in stages)
+    virtual = ""
     # A rank holds more than one stage only with virtual stages (interleaved 1F1B).
     if len(stages) > ranks:
         virtual = f", {len(stages) // ranks} stages on each"
-    else:
-        virtual = ""
     return f"{ranks} ranks{virtual}, {pipelined}", f"layers of the stages: {layers}"
 
 

@@ -26,8 +26,7 @@ class ExpertState:
         self._routers = [router for stage in stages for router in list_routers(stage)]
         self._layers = sorted(plan.shape.expert_layers)
         self._experts = plan.config.model.num_experts or 0
-        self._has_loss = get_span(plan.config.loss) is not None
-        self._rate = plan.config.loss.moe_router_bias_update_rate
+        self._loss = plan.config.loss
         self._mesh = mesh
 
     def begin_step(self) -> None:
@@ -61,7 +60,7 @@ class ExpertState:
             self._update_biases(counts)
         # Each is a mean over microbatches. The ranks of a microbatch have a term of it each.
         means = losses / (microbatches * self._mesh.grid.data)
-        if not self._has_loss:
+        if get_span(self._loss) is None:
             # No microbatch is balanced, so this is the loss of the step. It has the same choices
             # and scores on each layout.
             shares, parts = (x / x.sum(dim=1, keepdim=True).clamp(min=1) for x in (counts, scores))
@@ -74,7 +73,7 @@ class ExpertState:
         for router in self._routers:
             if router.balance.numel():
                 row = below[self._layers.index(router.layer)]
-                router.balance.add_(row.float(), alpha=self._rate)
+                router.balance.add_(row.float(), alpha=self._loss.moe_router_bias_update_rate)
 
     def list_shards(self) -> list[TensorShard]:
         """Return the biases as tensors of a checkpoint."""

@@ -150,12 +150,9 @@ class InvariantChecker:
         rollback = "roll back to a checkpoint" + (
             "" if last_good is None else f" of iteration {last_good} or earlier"
         )
+        flag = ", or set --sync-tp-duplicated-parameters to continue with the first rank's copies"
         if wrong_scalars:
             flag = ""
-        else:
-            flag = (
-                ", or set --sync-tp-duplicated-parameters to continue with the first rank's copies"
-            )
         raise TrainingError(
             f"after iteration {iteration}, replicated state differs between ranks{since}:"
             "\n  " + "\n  ".join([*wrong_scalars, *lines]) + f"\n{rollback}{flag}"

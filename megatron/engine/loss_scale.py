@@ -40,16 +40,12 @@ class LossScale:
         self._config = config
         self._dynamic = config.loss_scale is None
         if config.loss_scale is None:
-            self._scale = config.initial_loss_scale
+            self.scale = config.initial_loss_scale
         else:
-            self._scale = config.loss_scale
+            self.scale = config.loss_scale
+        """The factor that the next step's loss is multiplied by."""
         self._good_steps = 0
         self._hysteresis_left = config.hysteresis
-
-    @property
-    def scale(self) -> float:
-        """The factor that the next step's loss is multiplied by."""
-        return self._scale
 
     def update_after_step(self, *, applied: bool, loss_is_finite: bool) -> bool:
         """Record a step, and return whether it was dropped as part of the search for a scale.
@@ -75,7 +71,7 @@ class LossScale:
         if self._good_steps == self._config.loss_scale_window:
             self._good_steps = 0
             self._hysteresis_left = self._config.hysteresis
-            self._scale *= 2
+            self.scale *= 2
 
     def record_overflow(self) -> bool:
         """Record a step that was dropped.
@@ -87,11 +83,11 @@ class LossScale:
         if not self._dynamic:
             return False
         # Read before the scale is halved. The overflow occurred with the present scale.
-        searching = self._scale > self._config.min_loss_scale
+        searching = self.scale > self._config.min_loss_scale
         self._good_steps = 0
         self._hysteresis_left = max(0, self._hysteresis_left - 1)
         if self._hysteresis_left == 0:
-            self._scale = max(self._scale / 2, self._config.min_loss_scale)
+            self.scale = max(self.scale / 2, self._config.min_loss_scale)
         return searching
 
     def predict(self) -> tuple[float, float]:
@@ -103,7 +99,7 @@ class LossScale:
 
     def state(self) -> dict[str, Any]:
         """Return the state as JSON values."""
-        scale = {"dynamic": self._dynamic, "scale": self._scale}
+        scale = {"dynamic": self._dynamic, "scale": self.scale}
         if self._dynamic:
             return scale | {
                 "good_steps": self._good_steps,
@@ -121,16 +117,16 @@ class LossScale:
             return
         # The configuration may have changed. If the count of good steps exceeded the new window, it
         # would never be equal to it. The scale would then never double.
-        self._scale = max(float(state["scale"]), self._config.min_loss_scale)
+        self.scale = max(float(state["scale"]), self._config.min_loss_scale)
         self._good_steps = min(int(state["good_steps"]), self._config.loss_scale_window - 1)
         self._hysteresis_left = min(int(state["hysteresis_left"]), self._config.hysteresis)
 
     def describe(self) -> str:
         """Return the text for the table printed at start."""
         if not self._dynamic:
-            return f"static {self._scale:.10g}"
+            return f"static {self.scale:.10g}"
         config = self._config
         return (
-            f"dynamic, now {self._scale:.10g}, at least {config.min_loss_scale:.10g}, "
+            f"dynamic, now {self.scale:.10g}, at least {config.min_loss_scale:.10g}, "
             f"window {config.loss_scale_window}, hysteresis {config.hysteresis}"
         )

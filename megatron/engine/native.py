@@ -272,7 +272,7 @@ class NativeEngine(EngineBase):
         self._prepare_step(None, len(inputs))
         with torch.no_grad():
             loss = self.runner.run(inputs, 1.0, train=False)
-        return self._sum_over_ranks(self._compute_loss_share(loss).unsqueeze(0))[0]
+        return self._add_over_ranks(self._compute_loss_share(loss)).item()
 
     def _apply_gradients(
         self,
@@ -302,11 +302,10 @@ class NativeEngine(EngineBase):
             terms, scale, accept, votes=vote is not None, counts=self._counted_tokens is not None
         )
         if result.applied:
+            clip_factor = 1.0
             # 1e-6 as in `torch.nn.utils.clip_grad_norm_`.
             if self._clip > 0 and result.grad_norm > self._clip:
                 clip_factor = self._clip / (result.grad_norm + 1e-6)
-            else:
-                clip_factor = 1.0
             self._mesh.progress.begin_part("optimizer")
             self._before_update()
             self._optimizer.step(*rates, clip_factor / scale)
@@ -455,9 +454,6 @@ class NativeEngine(EngineBase):
     def _list_counted(self) -> list[MasterParameter]:
         return self._counted
 
-    def _sum_over_ranks(self, values: Tensor) -> list[float]:
-        return self._add_over_ranks(values).tolist()
-
     def _add_over_ranks(self, values: Tensor) -> Tensor:
         if self._mesh.grid.world_size > 1:
             with self._mesh.tensor_parallel.comm_timer():
@@ -549,7 +545,7 @@ class NativeEngine(EngineBase):
         """Return the norm of all weights of the model."""
         weights = [m.weight.data for m in self._list_counted()]
         squares = compute_squared_norm(weights, self._mesh.device)
-        return math.sqrt(self._sum_over_ranks(squares.reshape(1))[0])
+        return math.sqrt(self._add_over_ranks(squares).item())
 
     def describe_choices(self) -> list[tuple[str, str, str]]:
         """Return the rows of the table printed at start. See `Engine.describe_choices`."""

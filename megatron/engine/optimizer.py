@@ -22,7 +22,6 @@ from megatron.config.optimizer import (
     OPTIMIZERS,
     OptimizerConfig,
     OptimizerRow,
-    OptimizerState,
     find_updater,
 )
 from megatron.model.fused_operators import FusedOperators
@@ -156,9 +155,10 @@ class Optimizer(ABC):
         self.masters = masters
         self.step_count = 0
         self._config = config
+        dtypes = {state.kind: MOMENT_DTYPES[state.get_dtype(config)] for state in self.row.states}
         self.states: dict[Tensor, dict[Kind, Tensor]] = {
             master.weight: {
-                state.kind: make_moment(master.weight, state, config) for state in self.row.states
+                kind: torch.zeros_like(master.weight, dtype=dtype) for kind, dtype in dtypes.items()
             }
             for master in masters
             if self.row.updates(master.name, len(master.spec.shape))
@@ -228,11 +228,6 @@ def compute_decay(master: MasterParameter, config: OptimizerConfig) -> float:
     if not master.decays:
         return 0.0
     return config.weight_decay * master.scaling.decay
-
-
-def make_moment(weight: Tensor, state: OptimizerState, config: OptimizerConfig) -> Tensor:
-    """Return a state of a parameter, filled with zeros, in the dtype of the configuration."""
-    return torch.zeros_like(weight, dtype=MOMENT_DTYPES[state.get_dtype(config)])
 
 
 @contextmanager

@@ -85,7 +85,8 @@ def build_stages(
         # 3. Recomputation. It wraps the call of a block, and stays outside of the compiled graphs.
         #    Fused gradients and kernels are operators inside of the graphs.
         recompute_blocks(model, execution)
-        fuse_gradients(model, execution)
+        if execution.fused_gradients:
+            fuse_gradients(model)
         fuse_operators(model, execution)
         # 4. Compilation of what is inside of a block. FSDP2's hooks on the block come later, and
         #    are not part of the graphs.
@@ -151,11 +152,11 @@ def recompute_blocks(model: GPT, execution: Execution) -> None:
             )
 
 
-def fuse_gradients(model: GPT, execution: Execution) -> None:
-    """Let linear layers add to their weights' gradients in fp32 if `execution` asks for it."""
+def fuse_gradients(model: GPT) -> None:
+    """Let linear layers add to their weights' gradients in fp32."""
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-            module.number = number_layer(module) if execution.fused_gradients else None
+            module.number = number_layer(module)
 
 
 def fuse_operators(model: GPT, execution: Execution) -> None:
@@ -211,10 +212,9 @@ def require_compiler(device: torch.device) -> None:
     except find_compilation_error() as failure:
         # The exception's text has many lines of hints. The first one names the cause.
         reason = next(iter(f"{failure}".splitlines()), type(failure).__name__)
+        needed = "Triton and a C compiler"
         if device.type == "cpu":
             needed = "a C++ compiler (g++; $CXX names another one)"
-        else:
-            needed = "Triton and a C compiler"
         raise ConfigError(
             f"--use-torch-compile is given, but torch.compile fails on this machine ({reason}); it "
             f"needs {needed}: install what is missing or leave the flag out"

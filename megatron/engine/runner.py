@@ -74,7 +74,6 @@ class Runner(Protocol):
             The mean loss of the microbatches, a scalar in fp32. It is zero on ranks without the
             last stage.
         """
-        ...
 
 
 class SingleStageRunner:

@@ -248,7 +248,7 @@ class Attention(nn.Module):
         weighting = Weighting(
             *(bias, self.window, drop, self._get_head_values(query), self.softmax.weigh, kernels),
             only_window=only_window,
-            pads_values=pads_values(self.kernels, query.device),
+            pads_values=value.shape[3] < key.shape[3] and pads_values(self.kernels, query.device),
         )
         # This function runs again in a recomputation, which must use the same kernel.
         allowed = use_attention_kernels(self.kernels)

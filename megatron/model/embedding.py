@@ -66,12 +66,11 @@ class Embedding(nn.Module):
             x = x.float()
         if self.position is not None:
             local = x.shape[0]
+            first = 0
             # With sequence parallelism each rank holds a slice of the sequence, so it adds the
             # positions of that slice only.
             if self.tp.sequence_parallel:
                 first = self.tp.rank * local
-            else:
-                first = 0
             if inputs.position_ids is None:
                 # Without context parallelism, the slice below is all that is needed.
                 rows: Tensor = self.position

@@ -77,7 +77,8 @@ def count_matrix_parameters(shape: ModelShape) -> int:
     if number:
         mixture = sum(math.prod(s.shape) for s in _list_specs(shape, mlp="experts") if s.decays)
     others = shape.config.num_layers - number
-    more = len(shape.linear_layers) * count_linear_surplus(shape, matrices=True)
+    linear = len(shape.linear_layers)
+    more = linear and linear * count_linear_surplus(shape, matrices=True)
     return others * count_layer_matrix_parameters(shape) + number * mixture + more
 
 
@@ -199,7 +200,7 @@ def count_stage_parameters(
         more = count_expert_layer_parameters(shape, tensor_parallel_size, expert_parallel_size)
         for rank, layers in enumerate(expert_layers_per_rank):
             stages[rank] += layers * (more - per_layer)
-    if linear_layers_per_rank is not None:
+    if linear_layers_per_rank is not None and any(linear_layers_per_rank):
         surplus = count_linear_surplus(shape, tensor_parallel_size)
         for rank, layers in enumerate(linear_layers_per_rank):
             stages[rank] += layers * surplus

@@ -134,10 +134,9 @@ def draw_normal_slice(
     Several threads draw blocks at once. NumPy releases the interpreter's lock meanwhile.
     """
     rows = global_shape[0]
+    columns = 1
     if len(global_shape) > 1:
         columns = global_shape[1]
-    else:
-        columns = 1
     first_row = offset[0]
     local_rows = local_shape[0]
     first_column, local_columns = (offset[1], local_shape[1]) if len(global_shape) > 1 else (0, 1)

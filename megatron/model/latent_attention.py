@@ -80,7 +80,6 @@ class LatentAttention(Attention):
         if positions.cache is None:
             return super().forward(x, positions, dropout_key)
         query, shared, latent = self._compress(x, positions)
-        query = query.permute(1, 2, 0, 3)
         new = torch.cat((shared, latent), dim=2).transpose(0, 1).unsqueeze(1)
         # For prompts, the cache returns what it was given.
         (stored,) = positions.cache.append(self.number, new)
@@ -96,19 +95,18 @@ class LatentAttention(Attention):
     def _project(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
         """See `Attention`."""
         query, shared, latent = self._compress(x, positions)
-        return query.permute(1, 2, 0, 3), *self._expand(shared, latent)
+        return query, *self._expand(shared, latent)
 
     def _compress(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated queries, the rotated key of all heads, and the latent vectors.
 
         Returns:
-            Queries [s, b, n/t, d], keys [s, b, rotary] and latent vectors [s, b, latent]. Latent
+            Queries [b, n/t, s, d], keys [s, b, rotary] and latent vectors [s, b, latent]. Latent
             vectors are outside of the tensor-parallel region: [s/t, ...] with sequence parallelism.
         """
         query = self.query(self.query_norm(self.query_down(x)))
         query = trim_columns(query, self.heads * self.head_dim).unflatten(2, (1, self.heads, -1))
-        widths = (self.latent_dim, self.rotary_dim)
-        latent, shared = self.latent_down(x).split(widths, dim=2)
+        latent, shared = self.latent_down(x).split((self.latent_dim, self.rotary_dim), dim=2)
         # Each rank's gradient of this key is of its own heads only.
         shared = enter_tensor_parallel(shared, self.tp)[:, :, None, None]  # [s, b, 1, 1, rotary]
         if self.rotary:
@@ -120,7 +118,7 @@ class LatentAttention(Attention):
         # Kernels divide by the square root of the width only.
         if self.logit_factor != 1.0:
             query = query * self.logit_factor
-        return query.squeeze(2), shared.flatten(2), self.latent_norm(latent)
+        return query.squeeze(2).permute(1, 2, 0, 3), shared.flatten(2), self.latent_norm(latent)
 
     def _expand(self, shared: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys [b, n/t, s, d] and values [b, n/t, s, width of a value].

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
 
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, QKNorm
 from megatron.config.table import Table
 from megatron.model.shape import LayerDescription, ModelShape
 from megatron.parallel.parameter_spec import (
@@ -165,14 +165,12 @@ SOFTMAXES = Table(
 """Value of --softmax-type -> its meaning."""
 
 
-def _list_query_key_norms(shape: ModelShape) -> Specs:
+def _list_query_key_norms(shape: ModelShape, kind: QKNorm) -> Specs:
     """Return the parameters of the norms that `--qk-norm` names."""
     config = shape.config
     specs: Specs = {}
     for name, heads in (("q_norm", config.num_attention_heads), ("k_norm", shape.query_groups)):
-        match config.qk_norm:
-            case None:
-                own: Specs = {}
+        match kind:
             case "full":
                 own = {"weight": make_vector_spec(heads * shape.head_dim, Init.ONE, shard_dim=0)}
                 if config.apply_layernorm_1p:
@@ -180,7 +178,7 @@ def _list_query_key_norms(shape: ModelShape) -> Specs:
             case "head":
                 own = list_norm_parameters(config, shape.head_dim)
             case _:
-                assert_never(config.qk_norm)
+                assert_never(kind)
         specs |= {f"{name}.{leaf}": spec for leaf, spec in own.items()}
     return specs
 
@@ -235,10 +233,11 @@ def _list_dot_product(shape: ModelShape, tensor_size: int, rank: int) -> Specs:
         projection |= make_linear_specs(
             "gate", rows, config.hidden_size, Init.NORMAL, bias=bias, shard_dim=0
         )
+    if config.qk_norm is not None:
+        projection |= _list_query_key_norms(shape, config.qk_norm)
     bias = shape.has_attention_bias
     return (
         projection
-        | _list_query_key_norms(shape)
         | SOFTMAXES.require(config.softmax_type).list_parameters(config.num_attention_heads)
         | make_linear_specs(
             "out", config.hidden_size, q, Init.SCALED_NORMAL, bias=bias, shard_dim=1

@@ -90,8 +90,7 @@ def attend_packed(
         window_size=(before, 0),
         **options,
     )
-    context = context.unflatten(0, (samples, length)).transpose(1, 2)
-    return trim_columns(context, value.shape[3])
+    return trim_columns(context.unflatten(0, (samples, length)).transpose(1, 2), value.shape[3])
 
 
 def attend_one_by_one(

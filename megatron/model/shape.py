@@ -56,7 +56,7 @@ class ModelShape:
     @property
     def gate_dim(self) -> int:
         """Width of the gate of an attention head's result, 0 without a gate."""
-        return self.value_dim if self.config.attention_output_gate else 0
+        return self.value_dim * self.config.attention_output_gate
 
     @property
     def query_groups(self) -> int:

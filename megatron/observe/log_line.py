@@ -9,47 +9,68 @@ forms.
 import math
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from megatron.config.logging import LogFormat
 from megatron.observe.report import EvaluationResult, IterationReport
 from megatron.schedule.clock import format_duration
 
-# Label in the log line -> key of the parsed dictionary, which is a field of the report.
-_FIELDS: dict[str, tuple[str, type[int] | type[float]]] = {
-    "consumed samples": ("consumed_samples", int),
-    "consumed tokens": ("consumed_tokens", int),
-    "elapsed time per iteration (s)": ("seconds", float),
-    "learning rate": ("learning_rate", float),
-    "decoupled learning rate": ("decoupled_learning_rate", float),
-    "global batch size": ("global_batch_size", int),
-    "lm loss": ("lm_loss", float),
-    "loss scale": ("loss_scale", float),
-    "grad norm": ("grad_norm", float),
-    "num zeros": ("num_zeros", float),
-    "params norm": ("params_norm", float),
-    "curriculum seqlen": ("curriculum_seqlen", int),
-    "largest expert load": ("largest_expert_load", float),
-    "smallest expert load": ("smallest_expert_load", float),
-    "load balancing loss": ("expert_balancing_loss", float),
-    "router z loss": ("router_z_loss", float),
-    "router entropy": ("router_entropy", float),
-    "number of skipped iterations": ("skipped_iterations", int),
-    "number of nan iterations": ("nan_iterations", int),
-    "samples per second": ("samples_per_second", float),
-    "tokens per second": ("tokens_per_second", float),
-    "TFLOPs": ("tflops", float),
-    # The labels of the short form.
-    "loss": ("lm_loss", float),
-    "lr": ("learning_rate", float),
-    "decoupled lr": ("decoupled_learning_rate", float),
-    "norm": ("grad_norm", float),
-    "samples/s": ("samples_per_second", float),
-    "tokens/s": ("tokens_per_second", float),
-    "scale": ("loss_scale", float),
-    "length": ("curriculum_seqlen", int),
-    "skipped": ("skipped_iterations", int),
-    "nan": ("nan_iterations", int),
+Fields = tuple[tuple[str, str, str], ...]
+"""(label in the line, field of the report, format of its value), in their order."""
+_MEGATRON_FIELDS: Fields = (
+    ("consumed samples", "consumed_samples", "12d"),
+    ("consumed tokens", "consumed_tokens", "12d"),
+    ("elapsed time per iteration (s)", "seconds", ".2f"),
+    ("learning rate", "learning_rate", ".3E"),
+    ("decoupled learning rate", "decoupled_learning_rate", ".3E"),
+    ("global batch size", "global_batch_size", "5d"),
+    ("lm loss", "lm_loss", ".6E"),
+    ("loss scale", "loss_scale", ".1f"),
+    ("grad norm", "grad_norm", ".3f"),
+    ("num zeros", "num_zeros", ".1f"),
+    ("params norm", "params_norm", ".3f"),
+    ("curriculum seqlen", "curriculum_seqlen", "5d"),
+    # These follow the optional fields in Megatron's line.
+    ("number of skipped iterations", "skipped_iterations", "3d"),
+    ("number of nan iterations", "nan_iterations", "3d"),
+    ("samples per second", "samples_per_second", ".3f"),
+    ("TFLOPs", "tflops", ".2f"),
+    # Megatron's line has no further fields. These are at the end, where no parser looks for others.
+    ("tokens per second", "tokens_per_second", ".1f"),
+    ("largest expert load", "largest_expert_load", ".2f"),
+    ("smallest expert load", "smallest_expert_load", ".2f"),
+    ("load balancing loss", "expert_balancing_loss", ".4f"),
+    ("router z loss", "router_z_loss", ".4f"),
+    ("router entropy", "router_entropy", ".3f"),
+    ("remaining", "remaining", "s"),
+)
+_SHORT_FIELDS: Fields = (
+    ("loss", "lm_loss", ".4f"),
+    ("lr", "learning_rate", ".3E"),
+    ("decoupled lr", "decoupled_learning_rate", ".3E"),
+    ("norm", "grad_norm", ".3f"),
+    ("tokens/s", "tokens_per_second", ".0f"),
+    ("scale", "loss_scale", ".0f"),
+    ("length", "curriculum_seqlen", "d"),
+    ("largest expert load", "largest_expert_load", ".2f"),
+    ("skipped", "skipped_iterations", "d"),
+    ("nan", "nan_iterations", "d"),
+    ("remaining", "remaining", "s"),
+)
+_PARSED: dict[str, tuple[str, type[int] | type[float]]] = {
+    label: (key, int if form.endswith("d") else float)
+    for label, key, form in (
+        *(*_MEGATRON_FIELDS, *_SHORT_FIELDS),
+        # Earlier versions had it in the short form.
+        ("samples/s", "samples_per_second", ".3f"),
+    )
+    if form != "s"
 }
+"""Label -> key of the parsed dictionary, and the type of its value."""
+FIRST_START_LINE = "the first start of a run has no checkpoint to load, which is normal"
+"""Comes before `format_no_checkpoint_line`, which sounds like an error."""
+FROM_SCRATCH_LINE = "starting from scratch"
+"""Follows `format_no_checkpoint_line`."""
 _SMALLEST_TFLOPS = 0.005
 _KILL_SWITCH = "Detected kill switch at "
 _NOTHING_STARTS = "; nothing starts until it is removed"
@@ -67,35 +88,8 @@ _VALIDATION = re.compile(
 
 def format_training_line(report: IterationReport) -> str:
     """Return the line of one report. Optional fields are left out if they are None."""
-    return _join_fields(
-        f" iteration {report.iteration:8d}/{report.train_iters:8d}",
-        ("consumed samples", report.consumed_samples, "12d"),
-        ("consumed tokens", report.consumed_tokens, "12d"),
-        ("elapsed time per iteration (s)", report.seconds, ".2f"),
-        ("learning rate", report.learning_rate, ".3E"),
-        ("decoupled learning rate", report.decoupled_learning_rate, ".3E"),
-        ("global batch size", report.global_batch_size, "5d"),
-        ("lm loss", report.lm_loss, ".6E"),
-        ("loss scale", report.loss_scale, ".1f"),
-        ("grad norm", report.grad_norm, ".3f"),
-        ("num zeros", report.num_zeros, ".1f"),
-        ("params norm", report.params_norm, ".3f"),
-        ("curriculum seqlen", report.curriculum_seqlen, "5d"),
-        # These follow the optional fields in Megatron's line.
-        ("number of skipped iterations", report.skipped_iterations, "3d"),
-        ("number of nan iterations", report.nan_iterations, "3d"),
-        ("samples per second", report.samples_per_second, ".3f"),
-        ("TFLOPs", _select_tflops(report), ".2f"),
-        # Megatron's line has no further fields. These are at the end, where no parser looks for
-        # others.
-        ("tokens per second", report.tokens_per_second, ".1f"),
-        ("largest expert load", report.experts.get("largest_expert_load"), ".2f"),
-        ("smallest expert load", report.experts.get("smallest_expert_load"), ".2f"),
-        ("load balancing loss", report.experts.get("expert_balancing_loss"), ".4f"),
-        ("router z loss", report.experts.get("router_z_loss"), ".4f"),
-        ("router entropy", report.experts.get("router_entropy"), ".3f"),
-        ("remaining", _format_remaining(report), "s"),
-    )
+    start = f" iteration {report.iteration:8d}/{report.train_iters:8d}"
+    return _join_fields(start, _MEGATRON_FIELDS, _list_values(report))
 
 
 def format_short_training_line(report: IterationReport) -> str:
@@ -103,42 +97,35 @@ def format_short_training_line(report: IterationReport) -> str:
 
     Skipped and nan iterations are rare. They are left out if there are none.
     """
-    return _join_fields(
-        f" iteration {report.iteration}/{report.train_iters}",
-        ("loss", report.lm_loss, ".4f"),
-        ("lr", report.learning_rate, ".3E"),
-        ("decoupled lr", report.decoupled_learning_rate, ".3E"),
-        ("norm", report.grad_norm, ".3f"),
-        ("tokens/s", report.tokens_per_second, ".0f"),
-        ("scale", report.loss_scale, ".0f"),
-        ("length", report.curriculum_seqlen, "d"),
-        ("largest expert load", report.experts.get("largest_expert_load"), ".2f"),
-        ("skipped", report.skipped_iterations or None, "d"),
-        ("nan", report.nan_iterations or None, "d"),
-        ("remaining", _format_remaining(report), "s"),
-    )
+    values = _list_values(report)
+    for key in ("skipped_iterations", "nan_iterations"):
+        values[key] = values[key] or None
+    start = f" iteration {report.iteration}/{report.train_iters}"
+    return _join_fields(start, _SHORT_FIELDS, values)
 
 
-def _select_tflops(report: IterationReport) -> float | None:
+def _list_values(report: IterationReport) -> dict[str, Any]:
+    """Return the values of a report by the names of `Fields`."""
+    values = {**vars(report), **report.experts}
     # On a CPU they would be 0.00.
     if report.tflops < _SMALLEST_TFLOPS:
-        return None
-    return report.tflops
+        del values["tflops"]
+    if report.remaining_seconds is not None:
+        values["remaining"] = format_duration(report.remaining_seconds)
+    return values
 
 
-def _format_remaining(report: IterationReport) -> str | None:
-    if report.remaining_seconds is None:
-        return None
-    return format_duration(report.remaining_seconds)
-
-
-def _join_fields(start: str, *fields: tuple[str, str | float | None, str]) -> str:
-    """Return a line with the fields (label, value, format) whose value is not None.
+def _join_fields(start: str, fields: Fields, values: Mapping[str, Any]) -> str:
+    """Return a line with the fields whose value is there and not None.
 
     Each field ends with a separator. The parser ignores a field without one, because it was cut
     off.
     """
-    shown = [f"{label}: {value:{form}}" for label, value, form in fields if value is not None]
+    shown = [
+        f"{label}: {values[key]:{form}}"
+        for label, key, form in fields
+        if values.get(key) is not None
+    ]
     return " | ".join([start, *shown]) + " |"
 
 
@@ -203,8 +190,8 @@ def parse_log_line(text: str) -> dict[str, int | float] | None:
             label = label.strip()
             if label == "elapsed time per iteration (ms)":
                 found["seconds"] = float(value) / 1000.0
-            elif label in _FIELDS:
-                key, kind = _FIELDS[label]
+            elif label in _PARSED:
+                key, kind = _PARSED[label]
                 found[key] = kind(value)
     except ValueError:
         # A number is followed by something else, so the outputs of two ranks are mixed.
@@ -237,11 +224,6 @@ def format_loaded_checkpoint_line(path: str, iteration: int) -> str:
     return f"successfully loaded checkpoint from {path} at iteration {iteration}"
 
 
-def format_first_start_line() -> str:
-    """Return the line before `format_no_checkpoint_line`, which sounds like an error."""
-    return "the first start of a run has no checkpoint to load, which is normal"
-
-
 def format_no_checkpoint_line(path: str) -> str:
     """Return the line for a start without a checkpoint.
 
@@ -250,14 +232,9 @@ def format_no_checkpoint_line(path: str) -> str:
     return f"Unable to find latest file at {path}/latest"
 
 
-def format_from_scratch_line() -> str:
-    """Return the line that follows `format_no_checkpoint_line`."""
-    return "starting from scratch"
-
-
 def starts_launch(line: str) -> bool:
     """Return whether a line is written once at the start of a launch, before its first step."""
-    return "successfully loaded checkpoint from " in line or format_from_scratch_line() in line
+    return "successfully loaded checkpoint from " in line or FROM_SCRATCH_LINE in line
 
 
 def format_slow_ranks_line(

@@ -229,22 +229,23 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 def encode_non_finite(value: Any) -> Any:
     """Return a value with the numbers that JSON lacks as strings, in lists and dictionaries too."""
-    if isinstance(value, list):
-        return [encode_non_finite(item) for item in value]
-    if isinstance(value, dict):
-        return {key: encode_non_finite(item) for key, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return json.dumps(value)
-    return value
+    return _change_items(value, encode_non_finite)
 
 
 def _decode_non_finite(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decode_non_finite(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _decode_non_finite(item) for key, item in value.items()}
     if isinstance(value, str):
         return _NON_FINITE.get(value, value)
+    return _change_items(value, _decode_non_finite)
+
+
+def _change_items(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a list or a dictionary with changed items, and anything else as it is."""
+    if isinstance(value, list):
+        return [change(item) for item in value]
+    if isinstance(value, dict):
+        return {key: change(item) for key, item in value.items()}
     return value
 
 

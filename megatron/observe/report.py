@@ -6,7 +6,7 @@ Invariant: nothing here depends on an engine, a tensor or a file.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 
@@ -19,6 +19,11 @@ class Axes:
     consumed_tokens: int
     gigaflops_without_embeddings: float
     """10^9 floating-point operations since the run's first iteration, without embeddings."""
+
+    @classmethod
+    def of(cls, counters: Any) -> "Axes":
+        """Return the position that a report or the state of a run has."""
+        return cls(**{axis.name: getattr(counters, axis.name) for axis in fields(cls)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +95,7 @@ class IterationReport:
     @property
     def axes(self) -> Axes:
         """The position of this report in the run."""
-        return Axes(
-            iteration=self.iteration,
-            consumed_samples=self.consumed_samples,
-            consumed_tokens=self.consumed_tokens,
-            gigaflops_without_embeddings=self.gigaflops_without_embeddings,
-        )
+        return Axes.of(self)
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,8 @@ class TensorBoard(Sink):
             self._add("curriculum_seqlen", report.curriculum_seqlen, report.iteration)
         if self._logging.log_timers_to_tensorboard:
             self._add_with_axes(at, "iteration-time/iteration-time", report.seconds)
-            self._add_phases(report.iteration, report.phase_seconds)
+            for phase, seconds in report.phase_seconds.items():
+                self._add(f"{phase}-time", seconds, report.iteration)
 
     def _select_training_values(self, report: IterationReport) -> dict[str, float | None]:
         """Return the values that the settings ask for, by tag. A value may be None."""
@@ -144,10 +145,6 @@ class TensorBoard(Sink):
         self._add("steps-vs-samples/y=samples,x=steps", at.consumed_samples, at.iteration)
         self._add("steps-vs-tokens/y=steps,x=tokens", at.iteration, at.consumed_tokens)
         self._add("steps-vs-tokens/y=tokens,x=steps", at.consumed_tokens, at.iteration)
-
-    def _add_phases(self, iteration: int, phase_seconds: Mapping[str, float]) -> None:
-        for phase, seconds in phase_seconds.items():
-            self._add(f"{phase}-time", seconds, iteration)
 
     def _add_layers(
         self, iteration: int, statistics: Mapping[str, float | Sequence[float]]

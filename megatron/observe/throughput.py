@@ -37,6 +37,20 @@ _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
 )
 
 
+@dataclass
+class Amounts:
+    """What was done in a period of training, on all devices together."""
+
+    seconds: float = 0.0
+    """Wall time."""
+    samples: int = 0
+    tokens: int = 0
+    flops: float = 0.0
+    """Operations that were computed. They determine TFLOPs."""
+    model_flops: float = 0.0
+    """Operations without recomputation. They determine MFU."""
+
+
 @dataclass(frozen=True)
 class Throughput:
     """Rates of a period of training."""
@@ -89,32 +103,19 @@ def explain_above_peak(tflops: float, peak_tflops: float | None, causal_share: f
     )
 
 
-def compute_throughput(
-    *,
-    samples: int,
-    tokens: int,
-    flops: float,
-    model_flops: float,
-    seconds: float,
-    devices: int,
-    peak_tflops: float | None,
-) -> Throughput:
-    """Return the rates of work that took `seconds`. The other amounts are sums over all devices.
+def compute_throughput(done: Amounts, devices: int, peak_tflops: float | None) -> Throughput:
+    """Return the rates of a period of training.
 
     Args:
-        samples: Number of samples.
-        tokens: Number of tokens.
-        flops: Operations that were computed. They determine TFLOPs.
-        model_flops: Operations without recomputation. They determine MFU.
-        seconds: Wall time.
+        done: What was done.
         devices: Number of devices.
         peak_tflops: Peak of one device, or None if it is not known.
     """
-    assert seconds > 0, f"work took {seconds} seconds"
-    tflops = flops / seconds / devices / 1e12
+    # The lower limit prevents a division by zero where the clock is too coarse.
+    seconds = max(done.seconds, 1e-9)
     return Throughput(
-        samples / seconds,
-        tokens / seconds,
-        tflops,
-        None if peak_tflops is None else model_flops / seconds / devices / 1e12 / peak_tflops,
+        done.samples / seconds,
+        done.tokens / seconds,
+        done.flops / seconds / devices / 1e12,
+        None if peak_tflops is None else done.model_flops / seconds / devices / 1e12 / peak_tflops,
     )

@@ -25,7 +25,6 @@ class IntervalTimer(Protocol):
     def __exit__(self, *error: object) -> None: ...
     def take(self) -> float:
         """Return the seconds since the last call. It may wait for the device."""
-        ...
 
 
 class BlockTimer:

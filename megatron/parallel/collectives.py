@@ -6,10 +6,11 @@ ranks are from https://arxiv.org/abs/2205.05198, section 4.2.2.
 
     copy_to_tensor_parallel       f:      forward identity,        backward all-reduce
     reduce_from_tensor_parallel   g:      forward all-reduce,      backward identity
-    gather_sequence               g:      forward all-gather,      backward reduce-scatter
-    reduce_scatter_sequence       g-bar:  forward reduce-scatter,  backward all-gather
+    enter_tensor_parallel         g:      forward all-gather,      backward reduce-scatter
+    leave_tensor_parallel         g-bar:  forward reduce-scatter,  backward all-gather
 
-Activations are [s, b, h], and [s/t, b, h] with sequence parallelism. The invariant: with one rank
+The last two have the first two without sequence parallelism. Activations are [s, b, h], and
+[s/t, b, h] with sequence parallelism. The invariant: with one rank
 each function is the identity and has no cost.
 
 `begin_all_gather` also gathers the keys of the context-parallel ranks (`context.py`).
@@ -209,24 +210,10 @@ def reduce_from_tensor_parallel(x: Tensor, tp: ParallelGroup) -> Tensor:
     return x
 
 
-def gather_sequence(x: Tensor, tp: ParallelGroup) -> Tensor:
-    """Enter a tensor-parallel region with a sharded sequence (g): [s/t, b, h] -> [s, b, h]."""
-    if tp.size > 1:
-        return _GatherSequence.apply(x, tp)
-    return x
-
-
-def reduce_scatter_sequence(x: Tensor, tp: ParallelGroup) -> Tensor:
-    """Leave a tensor-parallel region to a sharded sequence (g-bar): [s, b, h] -> [s/t, b, h]."""
-    if tp.size > 1:
-        return _ReduceScatterSequence.apply(x, tp)
-    return x
-
-
 def enter_tensor_parallel(x: Tensor, tp: TensorParallel) -> Tensor:
     """Enter a tensor-parallel region: [s, b, h] or [s/t, b, h] -> [s, b, h]."""
-    if tp.sequence_parallel:
-        return gather_sequence(x, tp)
+    if tp.sequence_parallel and tp.size > 1:
+        return _GatherSequence.apply(x, tp)
     return copy_to_tensor_parallel(x, tp)
 
 
@@ -235,6 +222,6 @@ def leave_tensor_parallel(x: Tensor, tp: TensorParallel) -> Tensor:
 
     Each rank's input is a partial sum.
     """
-    if tp.sequence_parallel:
-        return reduce_scatter_sequence(x, tp)
+    if tp.sequence_parallel and tp.size > 1:
+        return _ReduceScatterSequence.apply(x, tp)
     return reduce_from_tensor_parallel(x, tp)

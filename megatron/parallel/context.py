@@ -20,6 +20,7 @@ width. n and g are those of a tensor-parallel rank.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -298,7 +299,9 @@ class _ReadNeighbours(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         parts = grads[0].split([len(ctx.pieces[number]) for number in ctx.order])
-        by_owner = [part for _, part in sorted(zip(ctx.order, parts, strict=True), key=_get_first)]
+        by_owner = [
+            part for _, part in sorted(zip(ctx.order, parts, strict=True), key=itemgetter(0))
+        ]
         back = _send(torch.cat(by_owner), ctx.sizes, ctx.received, ctx.context)
         # A key may have been sent to several ranks. The order of the sum is always the same.
         total = back.new_zeros(ctx.shape)
@@ -307,10 +310,6 @@ class _ReadNeighbours(torch.autograd.Function):
             view += back[start : start + len(view)]
             start += len(view)
         return total, None, None
-
-
-def _get_first(pair: tuple[int, Tensor]) -> int:
-    return pair[0]
 
 
 def _send(x: Tensor, received: list[int], sent: list[int], context: ContextParallel) -> Tensor:

@@ -66,15 +66,6 @@ def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """
     if group is None:
         return [_convert(value)]
-    return _gather(value, group)
-
-
-def _convert(value: Any) -> Any:
-    """Return a value as another rank would receive it."""
-    return json.loads(json.dumps(value, allow_nan=False))
-
-
-def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
     # A value that JSON refuses raises here, before the first collective.
     text = json.dumps([_find_sender(), value], allow_nan=False).encode()
     # All tensors of an all-gather must have one shape. So the ranks exchange lengths first, and pad
@@ -95,6 +86,11 @@ def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
     if len({function for (function, _), _ in messages}) > 1:
         raise OutOfStepError({rank: sender for rank, (sender, _) in enumerate(messages)})
     return [value for _, value in messages]
+
+
+def _convert(value: Any) -> Any:
+    """Return a value as another rank would receive it."""
+    return json.loads(json.dumps(value, allow_nan=False))
 
 
 def gather_json_on_rank_0(value: Any, group: dist.ProcessGroup | None) -> list[Any] | None:
@@ -143,10 +139,6 @@ def broadcast_json(value: Any, group: dist.ProcessGroup | None) -> Any:
     """
     if group is None:
         return _convert(value)
-    return _broadcast(value, group)
-
-
-def _broadcast(value: Any, group: dist.ProcessGroup) -> Any:
     own = _find_sender()
     text = bytearray()
     if dist.get_rank(group) == 0:

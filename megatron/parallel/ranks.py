@@ -4,7 +4,6 @@ A collective must not wait for a file system, because it would time out without 
 rank. So work on files runs in threads, and the ranks agree in short collectives who is done.
 """
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -260,7 +259,7 @@ def build_roll_call(
     *,
     hang_timeout: float | None = None,
     load_watchdog: Callable[[], Callable[..., RollCall] | None] = lambda: None,
-) -> contextlib.AbstractContextManager[RollCall | None]:
+) -> RollCall:
     """Return a context that names the missing ranks when a collective fails within it.
 
     The run then ends with a `LostRanksError`. See `RollCall`.
@@ -272,9 +271,6 @@ def build_roll_call(
         load_watchdog: Returns what builds the roll call of a run with a watchdog, or None without
             one.
     """
-    # A single process has nobody to compare itself with, so it needs a number.
-    if ranks.group is None and hang_timeout is None:
-        return contextlib.nullcontext()
     store: dist.Store
     if ranks.group is None:
         # One process has no store, and needs one only to use the same code.

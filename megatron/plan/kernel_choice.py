@@ -205,19 +205,19 @@ def _find_obstacle_of_sums(plan: Plan) -> str | None:
 def _find_obstacle_of_graphs(plan: Plan, device: KernelDevice) -> str | None:
     """Return why no microbatch is recorded as a CUDA graph, or None if they are."""
     given = plan.config.kernels.cuda_graph
+    if given == "off":
+        return "--cuda-graph off"
+    if device.gpu == CPU:
+        return "a CPU has none"
+    if ROCM in device.gpu:
+        return "never tried on a GPU of AMD"
     match given:
-        case "off":
-            return "--cuda-graph off"
         case "on":
             reason = find_graph_obstacle(plan)
         case "auto":
             reason = find_default_obstacle(plan)
         case _:
             assert_never(given)
-    if device.gpu == CPU:
-        return "a CPU has none"
-    if ROCM in device.gpu:
-        return "never tried on a GPU of AMD"
     if reason is None and not device.has_graphs:
         return "megatron.extras.step.cuda_graph is not installed"
     return reason

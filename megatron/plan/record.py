@@ -1,11 +1,11 @@
 """A plan as JSON. The rank that has resolved it sends it to the others."""
 
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, get_type_hints
 
+from megatron.base.json_record import restore
 from megatron.config.compare import load_yaml
 from megatron.config.yaml_file import dump_yaml
-from megatron.data.phases import PlannedPhase
 from megatron.model.partition import Stage
 from megatron.model.shape import ModelShape
 from megatron.plan.run_plan import Plan
@@ -15,8 +15,6 @@ from megatron.schedule.batch_size import (
     RampupBatchSize,
     StepBatchSize,
 )
-from megatron.schedule.curriculum import Curriculum
-from megatron.schedule.lr import LRSchedule
 
 _BATCH_SIZES: dict[str, type[BatchSizeSchedule]] = {
     "constant": ConstantBatchSize,
@@ -48,35 +46,16 @@ def record_plan(plan: Plan) -> dict[str, Any]:
 def restore_plan(record: dict[str, Any]) -> Plan:
     """Return the plan that `record_plan` recorded. Nothing is derived, and no file is read."""
     config = load_yaml(record["config"], fast=True)
-    shape = ModelShape(config.model, record["vocab_size"], record["padded_vocab_size"])
-    # JSON has no tuples, and no ranges. An equal plan needs them.
+    batch_size = dict(record["batch_size"])
     restored = {
         "config": config,
-        "shape": shape,
+        "shape": ModelShape(config.model, record["vocab_size"], record["padded_vocab_size"]),
         "stages": tuple(
             Stage(index, range(start, stop), first=first, last=last)
             for index, start, stop, first, last in record["stages"]
         ),
-        "stage_parameters": tuple(record["stage_parameters"]),
-        "batch_size": _restore_batch_size(**record["batch_size"]),
-        "lr_schedule": LRSchedule(**record["lr_schedule"]),
-        "curriculum": _restore_curriculum(record["curriculum"]),
-        "skip_ranges": tuple((first, last) for first, last in record["skip_ranges"]),
-        "data_phases": tuple(map(PlannedPhase.from_json, record["data_phases"])),
-        "errors": tuple(record["errors"]),
-        "warnings": tuple(record["warnings"]),
+        "batch_size": restore(_BATCH_SIZES[batch_size.pop("kind")], batch_size),
     }
-    return Plan(**(record | restored))
-
-
-def _restore_batch_size(kind: str, **values: Any) -> BatchSizeSchedule:
-    if kind == "steps":
-        values["steps"] = tuple(map(tuple, values["steps"]))
-    return _BATCH_SIZES[kind](**values)
-
-
-def _restore_curriculum(record: dict[str, Any] | None) -> Curriculum | None:
-    if record is None:
-        return None
-    lists = {name: tuple(record[name]) for name in ("difficulties", "max_steps")}
-    return Curriculum(**(record | lists))
+    hints = get_type_hints(Plan)
+    others = {name: restore(hints[name], record[name]) for name in record.keys() - restored.keys()}
+    return Plan(**restored, **others)

@@ -396,7 +396,12 @@ def _build_lr_schedule(
     if train_seconds is not None:
         decay = 1
     elif decay is None:
-        decay = _count_training_samples(config, global_batch_size, train_iters, train_samples)
+        # A ramp-up is ignored here. Each iteration counts with the final size, as for the decay.
+        decay = train_samples
+        if config.batch.train_samples is None:
+            decay = train_iters * global_batch_size
+        # `LRSchedule` rejects a decay of less than one sample. A plan without an end has none.
+        decay = max(1, decay)
     warmup: float = (
         # --lr-warmup-samples 0 is the same as leaving it out.
         convert_to_samples(optimizer.lr_warmup_samples or None, optimizer.lr_warmup_iters) or 0
@@ -431,19 +436,6 @@ def _build_lr_schedule(
     )
     schedule.check_decay_after_warmup()
     return schedule
-
-
-def _count_training_samples(
-    config: Config, global_batch_size: int, train_iters: int, train_samples: int
-) -> int:
-    """Return the samples at which the decay of the learning rate ends by default."""
-    if config.batch.train_samples is not None:
-        training = train_samples
-    else:
-        # A ramp-up is ignored here. Each iteration counts with the final size, as for the decay.
-        training = train_iters * global_batch_size
-    # `LRSchedule` rejects a decay of less than one sample. A plan without an end has none.
-    return max(1, training)
 
 
 def _plan_data_phases(config: Config, steps: Steps, position: Progress) -> tuple[PlannedPhase, ...]:

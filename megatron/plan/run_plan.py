@@ -101,21 +101,6 @@ class Plan:
         return max(1, parallel.zero_stage) if parallel.deepspeed else parallel.zero_stage
 
     @property
-    def ffn_hidden_size(self) -> int:
-        """Inner width of the MLP."""
-        return self.shape.ffn_hidden_size
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.shape.head_dim
-
-    @property
-    def num_query_groups(self) -> int:
-        """Number of key and value heads."""
-        return self.shape.query_groups
-
-    @property
     def train_tokens(self) -> int:
         """Tokens that the run reads. A curriculum reads whole samples and truncates them."""
         tokens = self.train_samples * self.config.model.seq_length

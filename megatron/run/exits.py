@@ -177,10 +177,9 @@ class Exits:
 
     def _confirm_key(self) -> None:
         """Confirm Ctrl-C with a message, because the current iteration may take long."""
+        what = "ends after this iteration and saves nothing, because --save was not given"
         if self._saves:
             what = "saves after this iteration and ends"
-        else:
-            what = "ends after this iteration and saves nothing, because --save was not given"
         line = f"\nreceived SIGINT (Ctrl-C): the run {what}; press Ctrl-C again to abort\n"
         # `print` raises an error in a signal handler that interrupts another `print`.
         with contextlib.suppress(OSError):
@@ -328,12 +327,9 @@ class Exits:
         """Return the reason that this rank sees by itself."""
         if self._progress.stop_signal:
             return StopReason.SIGNAL
-        if self._ranks.rank == 0:
-            return self._rank_zero_reason(before, after)
-        return StopReason.NONE
-
-    def _rank_zero_reason(self, before: int, after: int) -> StopReason:
-        """Return the reason that rank 0 alone can see: kill switch, duration or interval."""
+        # Rank 0 alone looks for the others: kill switch, duration and interval.
+        if self._ranks.rank != 0:
+            return StopReason.NONE
         config = self._config
         if config.kill_switch_path and self._find_kill_switch(Path(config.kill_switch_path)):
             return StopReason.KILL_SWITCH

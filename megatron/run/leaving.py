@@ -92,10 +92,9 @@ def leave_with_error(error: MegatronError, closing: ExitStack | None = None) -> 
     if isinstance(error, LostRanksError):
         leave_after_lost_ranks(error, closing)
     rank = parse_rank(os.environ.get("RANK"))
+    prefix = ""
     if rank > 0:
         prefix = f"rank {rank} on {platform.node()}: "
-    else:
-        prefix = ""
     message = make_plain_lines(f"{prefix}{type(error).__name__}: {error}")
     # Reported before the wait below, because the launcher may end this process during the wait.
     report_error(error, message)

@@ -531,14 +531,13 @@ def check_nan_iterations(plan: Plan, state: TrainState) -> None:
     limit = plan.config.batch.max_nan_iterations
     if state.nan_iterations_in_a_row >= limit:
         precision = plan.config.precision
+        static = ""
         # A static loss scale never decreases. If it is too high, every step overflows.
         if precision.fp16 and precision.loss_scale is not None:
             static = (
                 "; if this happens from the start of the run, leave out "
                 f"--loss-scale {precision.loss_scale}, which is static, or give a lower one"
             )
-        else:
-            static = ""
         raise TrainingError(
             f"{limit} iterations in a row up to {state.iteration} had a loss or gradient that is "
             "not finite. None of them changed the weights. Roll back to an earlier checkpoint, and "

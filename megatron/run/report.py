@@ -42,6 +42,7 @@ from megatron.observe.report import (
 )
 from megatron.observe.tensorboard import TensorBoard
 from megatron.observe.throughput import (
+    Amounts,
     compute_throughput,
     explain_above_peak,
     find_peak_tflops,
@@ -56,18 +57,13 @@ _LOADS_INTERVAL = 100
 
 
 @dataclass
-class _Interval:
+class _Interval(Amounts):
     """Totals over one iteration or since the last log line."""
 
     iterations: int = 0
     applied: int = 0
     nan: int = 0
     loss_sum: float = 0.0
-    seconds: float = 0.0
-    samples: int = 0
-    tokens: int = 0
-    flops: float = 0.0
-    model_flops: float = 0.0
 
     def add(self, step: "StepRecord", flops: float, model_flops: float) -> None:
         """Add one iteration to the totals."""
@@ -188,14 +184,12 @@ class Reporter:
     def describe_conventions(self) -> list[tuple[str, str, str]]:
         """Return the row of the start table for the definitions of TFLOPs and MFU."""
         recompute = self._plan.config.recompute.recomputed_part
+        counted = "forward and backward"
         if recompute:
             counted = "forward, backward and recomputation"
-        else:
-            counted = "forward and backward"
+        peak = "no MFU: give --peak-tflops-per-device"
         if self._peak:
             peak = f"MFU against a peak of {self._peak:g} TFLOPs"
-        else:
-            peak = "no MFU: give --peak-tflops-per-device"
         return [
             (
                 "TFLOPs",
@@ -315,16 +309,7 @@ class Reporter:
         # The last vote is the digest of the batch.
         votes = step.result.votes
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
-        # The lower limit of the time prevents a division by zero where the clock is too coarse.
-        rates = compute_throughput(
-            samples=interval.samples,
-            tokens=interval.tokens,
-            flops=interval.flops,
-            model_flops=interval.model_flops,
-            seconds=max(interval.seconds, 1e-9),
-            devices=self._plan.world_size,
-            peak_tflops=self._peak,
-        )
+        rates = compute_throughput(interval, self._plan.world_size, self._peak)
         return IterationReport(
             iteration=state.iteration,
             train_iters=step.train_iters,
@@ -334,10 +319,7 @@ class Reporter:
             learning_rate=step.learning_rate,
             decoupled_learning_rate=step.decoupled_learning_rate,
             seconds=interval.seconds / interval.iterations,
-            samples_per_second=rates.samples_per_second,
-            tokens_per_second=rates.tokens_per_second,
-            tflops=rates.tflops,
-            mfu=rates.mfu,
+            **vars(rates),
             skipped_iterations=interval.iterations - interval.applied,
             nan_iterations=interval.nan,
             # Only applied steps have a loss that counts. With none, the field is left out.
@@ -437,25 +419,14 @@ class Reporter:
 
         In TensorBoard a single validation set needs no name. A test set always has its own.
         """
-        at = Axes(
-            iteration=state.iteration,
-            consumed_samples=state.consumed_samples,
-            consumed_tokens=state.consumed_tokens,
-            gigaflops_without_embeddings=state.gigaflops_without_embeddings,
-        )
+        at = Axes.of(state)
         for name, result in results.items():
             self.evaluated[name] = state.iteration, result
             self.log(format_validation_line(state.iteration, result.loss, name))
             self.log(format_measures_line(state.iteration, result, name))
+            several = test or len(results) > 1
             self._write(
-                EvaluationReport(
-                    at=at,
-                    name=name,
-                    loss=result.loss,
-                    accuracy=result.accuracy,
-                    bits_per_byte=result.bits_per_byte,
-                    is_one_of_several=test or len(results) > 1,
-                )
+                EvaluationReport(at=at, name=name, **vars(result), is_one_of_several=several)
             )
 
     def report_task(self, iteration: int, task: str, scores: Mapping[str, float]) -> None:

@@ -9,7 +9,7 @@ reached its minimum. Its save and its evaluation fit into the time, as far as th
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from megatron.base.errors import ConfigError
 
@@ -100,13 +100,7 @@ class NextStep:
 
     def to_numbers(self) -> list[float]:
         """Return the fields as numbers, which ranks can exchange."""
-        return [
-            self.position,
-            float(self.is_last),
-            float(self.time_is_up),
-            float(self.evaluation_is_due),
-            float(self.save_is_due),
-        ]
+        return [float(value) for value in astuple(self)]
 
     @classmethod
     def from_numbers(cls, numbers: list[float]) -> "NextStep":

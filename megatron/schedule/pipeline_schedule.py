@@ -66,10 +66,9 @@ class PipelineSchedule:
         """Return a sentence for the log. `batch_size` is in samples."""
         if self.name == "one stage":
             return "pipeline: one stage"
+        virtual = ""
         if self.stages_per_rank > 1:
             virtual = f" of {self.stages_per_rank} virtual stages"
-        else:
-            virtual = ""
         places = f"{self.ranks} {'ranks' if virtual else 'stages'}{virtual}"
         return (
             f"pipeline: {self.name}, {format_microbatches(self.microbatches)} for {places}: ranks "
@@ -93,17 +92,15 @@ def choose_schedule(m: int, p: int, v: int) -> PipelineSchedule:
     if p == 1:
         name = "one stage"
     elif v == 1:
+        name = "1F1B"
         # torch's 1F1B raises an error if there are fewer microbatches than stages.
         if m < p:
             name = "GPipe"
-        else:
-            name = "1F1B"
     else:
+        name = "interleaved 1F1B"
         # torch's interleaved 1F1B raises an error if its rounds do not divide the microbatches.
         if m % _count_rounds(m, p):
             name = "looped BFS"
-        else:
-            name = "interleaved 1F1B"
     return PipelineSchedule(name, m, p, v)
 
 

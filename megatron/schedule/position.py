@@ -51,7 +51,7 @@ class Steps:
         """
         at = start
         while at.tokens < tokens and at.iteration < limit:
-            size, length = self._get_sizes(at)
+            size, length = self.get_sizes(at)
             needed = -(-(tokens - at.tokens) // (size * length))
             at = self._advance(at, min(needed, limit - at.iteration))
         return at
@@ -62,7 +62,7 @@ class Steps:
         A run may have millions of iterations, so those of one batch size and sequence length are
         taken at once.
         """
-        size, length = self._get_sizes(at)
+        size, length = self.get_sizes(at)
         last = at.iteration + most
         if self.curriculum is not None:
             last = self.curriculum.find_end_of_stage(at.iteration + 1, length, last)
@@ -73,7 +73,7 @@ class Steps:
         samples = steps * size
         return Progress(at.iteration + steps, at.samples + samples, at.tokens + samples * length)
 
-    def _get_sizes(self, at: Progress) -> tuple[int, int]:
+    def get_sizes(self, at: Progress) -> tuple[int, int]:
         """Return the batch size and the sequence length of the iteration that follows."""
         size = self.batch_size.get_size(at.samples, at.tokens)
         if self.curriculum is None:
@@ -141,17 +141,16 @@ class Forecast:
 
         It is a loop and not a closed form, so that it cannot differ from training's arithmetic.
         """
+        steps = Steps(self.batch_size, self.seq_length, self.curriculum)
         iteration = samples = tokens = lr_samples = lr_tokens = warmup_tokens = 0
         # Iteration 0 has no sizes of its own. It shows those of iteration 1.
-        size = self.batch_size.get_size(0, 0)
-        length = self._get_seq_length(1)
+        size, length = steps.get_sizes(Progress())
         while True:
             yield ForecastPoint(
                 iteration, samples, tokens, size, length, lr_samples, lr_tokens, warmup_tokens
             )
+            size, length = steps.get_sizes(Progress(iteration, samples, tokens))
             iteration += 1
-            size = self.batch_size.get_size(samples, tokens)
-            length = self._get_seq_length(iteration)
             samples += size
             tokens += size * length
             # A skipped iteration consumes its batch, and its learning-rate counters stay as they
@@ -163,11 +162,6 @@ class Forecast:
             # The order is that of training: count the step first, then check whether warm-up has
             # ended.
             warmup_tokens = self.lr.compute_warmup_tokens(lr_samples, lr_tokens, warmup_tokens)
-
-    def _get_seq_length(self, iteration: int) -> int:
-        if self.curriculum:
-            return self.curriculum.get_seq_length(iteration)
-        return self.seq_length
 
     def _add_lr(self, point: ForecastPoint) -> ForecastPoint:
         counters = (point.lr_samples, point.lr_tokens, point.warmup_tokens)

@@ -39,24 +39,19 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
         """Number of ids, at least one more than the largest id."""
-        ...
 
     @property
     def eod(self) -> int:
         """The id that ends a document."""
-        ...
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without special tokens around it."""
-        ...
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text."""
-        ...
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids, special tokens included."""
-        ...
 
 
 class HFTokenizer:

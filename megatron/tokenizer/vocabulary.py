@@ -174,10 +174,9 @@ def _assume_vocab_size(config: TokenizerConfig) -> tuple[int, str]:
         ConfigError: No size is known.
     """
     if config.has_two_files:
+        absent = "no --vocab-file was given"
         if config.vocab_file:
             absent = f"--vocab-file {config.vocab_file} does not exist"
-        else:
-            absent = "no --vocab-file was given"
         return (
             GPT2_VOCAB_SIZE,
             f"{absent}: assuming GPT-2's vocabulary of {GPT2_VOCAB_SIZE}; give --vocab-size N for "
@@ -270,10 +269,9 @@ def check_same_vocab_size(config: TokenizerConfig, described: str) -> None:
             name += f", which is not on this machine, as published ({published[1]}),"
     if size is None or size == config.vocab_size:
         return
+    padding = " --pad-vocab-size-to None"
     if config.pad_vocab_size_to is None:
         padding = ""
-    else:
-        padding = " --pad-vocab-size-to None"
     raise ConfigError(
         f"{name} has {size} ids, which is not {described}. Give the model's own tokenizer, or "
         f"--vocab-size {size}{padding} to train this architecture with this one."

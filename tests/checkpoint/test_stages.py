@@ -1,9 +1,11 @@
 """Test what crosses the ranks between the stages of a save."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
+from megatron.base.json_record import restore
 from megatron.checkpoint.digest import FileDigest
 from megatron.checkpoint.lineage import LineageEntry
 from megatron.checkpoint.publish import Published
@@ -30,5 +32,5 @@ PUBLISHED = Published(3, (LineageEntry(2, "ab", True), LineageEntry(3, "cd", Fal
     ],
 )
 def test_an_outcome_crosses_the_ranks_unchanged(outcome: StageOutcome) -> None:
-    message = json.dumps(outcome.to_json(), allow_nan=False)
-    assert StageOutcome.from_json(json.loads(message)) == outcome
+    message = json.dumps(asdict(outcome), allow_nan=False)
+    assert restore(StageOutcome, json.loads(message)) == outcome

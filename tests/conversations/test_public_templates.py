@@ -19,7 +19,7 @@ from conversations.templates import SPECIALS
 from conversations.test_marks import make_tokenizer
 
 from megatron.base.errors import DataError
-from megatron.extras.preparation.conversations import marks, rows, turns
+from megatron.extras.preparation.conversations import marks, rows
 from megatron.extras.preparation.conversations.marks import Renderer
 from megatron.extras.preparation.conversations.marks import find_counted as find_counted_tokens
 from megatron.extras.preparation.conversations.rows import parse_row
@@ -102,7 +102,7 @@ ERRORS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "the next header counts": (marks, "find_end", lambda f: lambda *a, **k: a[2][1]),
     "arguments do not count": (marks, "find_end", lambda f: lambda *a, **k: a[2][0]),
     "one name of a thought": (rows, "name_thoughts", lambda f: lambda message: message),
-    "calls have no words": (turns, "_mark_calls", lambda f: lambda message, words: None),
+    "calls have no words": (marks, "_mark_calls", lambda f: lambda message, words: None),
 }  # fmt: skip
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from convert.test_convert import edit_config, save_theirs
+from model.builders import tiny_config
+from model.reference_models import FAMILIES
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from megatron.checkpoint.load import open_checkpoint
 from megatron.extras.interop.convert.export import ExportOptions, export_checkpoint
 from megatron.extras.interop.convert.hf_files import HfTensors
 from megatron.extras.interop.convert.importing import import_model
+from megatron.extras.interop.convert.latent_fields import DeepseekExperts
 from megatron.extras.interop.convert.packed import RowPart
 from megatron.extras.interop.convert.quantised import list_scales, read_fp8
 
@@ -157,3 +160,14 @@ def test_a_config_that_contradicts_itself_is_refused(message: str, tmp_path: Pat
     edit_config(source, **changed)
     with pytest.raises((CheckpointError, ConfigError), match=message):
         import_model(source, tmp_path / "ours")
+
+
+def test_one_group_of_experts_is_none() -> None:
+    """It allows all experts, whatever their scores add up to."""
+    parts = dict(FAMILIES["moonlight"].ours) | {"num_layers": 4}
+    one = {"moe_router_num_groups": 1, "moe_router_group_topk": 1}
+    pair = DeepseekExperts("V3")
+    assert pair.write(tiny_config(**parts | one)) == pair.write(tiny_config(**parts))
+    several = {"moe_router_num_groups": 4, "moe_router_group_topk": 3}
+    with pytest.raises(ConfigError, match="as its best 2 in the class"):
+        pair.write(tiny_config(**parts | several))

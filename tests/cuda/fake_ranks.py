@@ -400,6 +400,15 @@ def train_without_pinning(arguments: list[str]) -> tuple[StepTrace, str]:
         return train(arguments), log.getvalue()
 
 
+def count_collectives(step: StepTrace, kind: str, group: str) -> dict[tuple[str, int], int]:
+    """Return (dtype, bytes) -> how often, for the messages of a kind in a group."""
+    found: Counter[tuple[str, int]] = Counter()
+    for each, count in step.collectives.items():
+        if each.kind == kind and each.group == group:
+            found[each.dtype, each.size] += count
+    return dict(found)
+
+
 def pin_buffers() -> list[tuple[int, int, str | None]]:
     """Return what is pinned after each of several divisions of a buffer, and after its end.
 

@@ -14,9 +14,10 @@ from cuda.conftest import Call
 from cuda.fake_ranks import Case, plan_case
 
 from megatron.extras.planner.cost import layers
+from megatron.extras.planner.cost.experts import LAYERS
 from megatron.extras.planner.cost.hardware import load_hardware
-from megatron.extras.planner.cost.step_prediction import StepJob
-from megatron.extras.planner.cost.tensors import measure_tensors
+from megatron.extras.planner.cost.layout import StepJob
+from megatron.extras.planner.cost.tensors import TensorCase, measure_tensors
 from megatron.extras.planner.prediction import predict_plan
 
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
@@ -203,9 +204,8 @@ def test_formulas_of_a_block_are_those_of_its_operators(shape: Shape, on_fake_gp
     job = predict_plan(plan_case(case), load_hardware("h100")).job
     layer = job.shape.describe_layer(0)
     windowed = layer.window is not None
-    sizes = measure_tensors(
-        job.shape, job.layout, job.software, holds=False, windowed=windowed, mlp=layer.mlp
-    )
+    case_ = TensorCase(job.shape, job.layout, job.software, False, False, windowed)
+    sizes = measure_tensors(case_, LAYERS.require(layer.mlp).tensors)
     recomputed = job.layout.recompute == "full"
     kept = sizes.recomputed_layer if recomputed else sizes.layer
     # Attention keeps the state of its random numbers, 16 bytes, and xIELU keeps two numbers.

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from cuda.conftest import Call
-from cuda.fake_ranks import run_loads
+from cuda.fake_ranks import count_collectives, run_loads
 
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.cost.hardware import load_hardware
@@ -34,7 +34,7 @@ def test_messages_have_the_bytes_of_the_formula(name: str, on_fake_gpu: Call) ->
     plan = resolve(load_config(shlex.split(FLAGS + more)).config, world)
     layout = replace(describe_layout(plan), imbalance=imbalance)
     size = count_message_bytes(plan.shape, layout, 2)
-    messages = report.step.count_collectives("all_to_all", "experts")
+    messages = count_collectives(report.step, "all_to_all", "experts")
     # Two layers have experts. A pass has a message to them and one back.
     number = report.microbatches * 2 * 2 * (forwards + 1)
     assert messages == {("bfloat16", size): number}

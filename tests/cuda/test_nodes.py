@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 from cuda.conftest import Call
+from cuda.fake_ranks import count_collectives
 
 from megatron.extras.operations.slurm.node_report import NodeLimits, NodeReport
 from megatron.extras.planner.cost.calibration import Measured
@@ -79,7 +80,7 @@ def test_the_probe_of_a_node_uses_no_more_memory_than_it_checks(on_fake_gpu: Cal
     assert 60 << 30 <= step.peak_bytes < (60 << 30) + (512 << 20)
     # The training gets all of it back.
     assert used == [0]
-    sizes = step.count_collectives("all_reduce", "default_pg") or {
+    sizes = count_collectives(step, "all_reduce", "default_pg") or {
         (each.dtype, each.size): count for each, count in step.collectives.items()
     }
     assert sizes == {("float32", 4 << 26): 2}

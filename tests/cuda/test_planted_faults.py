@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from cuda.conftest import Call
-from cuda.fake_ranks import Case, run_case
+from cuda.fake_ranks import Case, count_collectives, run_case
 from cuda.formulas import Layout, predict
 from cuda.test_steps import BF16, check_waits, count_messages
 
@@ -47,7 +47,7 @@ def test_a_message_of_another_dtype_or_size_is_caught(fault, on_fake_gpu: Call):
     # Both faults send 12 of the 20 activations with twice the bytes. Another function sends the
     # input gradients of attention and MLP.
     dtype = "float32" if fault == "message in fp32" else "bfloat16"
-    assert report.step.count_collectives("all_reduce", "tensor")[dtype, 2 * 8192] == 12
+    assert count_collectives(report.step, "all_reduce", "tensor")[dtype, 2 * 8192] == 12
 
 
 def test_the_same_steps_without_a_fault_pass(on_fake_gpu: Call):

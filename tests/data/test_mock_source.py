@@ -68,7 +68,7 @@ def test_real_and_synthetic_data_are_not_mixed_on_a_resume() -> None:
     sources = open_mock()
     state = sources.state()
     state["train"]["segments"] = [{"start_sample": 0}]
-    with pytest.raises(DataError, match="remove --mock-data"):
+    with pytest.raises(DataError, match="trained on indexed data, and not on --mock-data"):
         sources.load(state)
 
 

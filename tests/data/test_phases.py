@@ -10,6 +10,7 @@ from data.corpora import write_numbered
 from data.source_requests import open_sources
 
 from megatron.base.errors import ConfigError
+from megatron.base.json_record import restore
 from megatron.config.data import DataConfig
 from megatron.data.phases import (
     DataPhase,
@@ -417,4 +418,4 @@ def test_a_planned_phase_survives_json() -> None:
     phase = DataPhase("p.yaml:3", ("a", "b"), ("c",), seed=3, from_iteration=6)
     planned = PlannedPhase(phase, 6, 40, started=True)
     record = json.loads(json.dumps(dataclasses.asdict(planned)))
-    assert PlannedPhase.from_json(record) == planned
+    assert restore(PlannedPhase, record) == planned

@@ -5,6 +5,7 @@ Consumed samples keep their positions, and no other sample is lost or drawn twic
 
 import json
 import shutil
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from data.corpora import write_numbered
 from data.source_requests import open_sources
 
 from megatron.base.errors import DataError
+from megatron.base.json_record import restore
 from megatron.config.data import DataConfig
 from megatron.data.segments import Segment
 
@@ -64,7 +66,7 @@ def list_starts(sources):
 def test_a_segment_is_the_same_after_json(build, corpus):
     a, b = corpus
     segment = build("0.5", a, "0.5", b, samples=20).train.history.segments[0]
-    assert Segment.from_json(json.loads(json.dumps(segment.to_json()))) == segment
+    assert restore(Segment, json.loads(json.dumps(asdict(segment)))) == segment
 
 
 def test_an_unchanged_configuration_keeps_the_order(build, corpus):

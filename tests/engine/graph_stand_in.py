@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from megatron.extras.step.cuda_graph.graph_recorder import RecordingError
+from megatron.extras.step.cuda_graph import RecordingError
 from megatron.extras.watch.operator_mode import OperatorMode
 from megatron.parallel.rng import draw_mask_in_graph
 

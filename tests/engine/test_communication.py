@@ -2,7 +2,7 @@
 
 import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from megatron.extras.planner.cost.communication import (
     CommunicationTime,
     Network,
     StepTraffic,
-    count_padded,
     count_traffic,
     estimate_time,
 )
@@ -39,6 +38,17 @@ COMPLETE = {"all_reduce": "tensor", "broadcast": "tensor", "all_to_all_single": 
 
 
 Shapes = list[tuple[int, ...]]
+
+
+def count_padded(shapes: Sequence[tuple[int, ...]], ranks: int) -> int:
+    """Return the elements of parameters after FSDP2 has padded their rows for `ranks` ranks."""
+    total = 0
+    for rows, *others in shapes:
+        elements = -(-rows // ranks) * ranks
+        for size in others:
+            elements *= size
+        total += elements
+    return total
 
 
 def record_step(argv: list[str]) -> tuple[Recorded, dict[str, Shapes]]:

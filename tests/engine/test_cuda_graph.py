@@ -155,7 +155,7 @@ def capture(history: History, plan: "Plan", mesh: "Mesh") -> tuple[Any, Any]:
     """Let the engine of a history repeat its microbatches. Return its runner and recorder."""
     from engine.graph_stand_in import StandIn
 
-    from megatron.extras.step.cuda_graph.captured_runner import capture_microbatches
+    from megatron.extras.step.cuda_graph import capture_microbatches
 
     recorder = StandIn()
     return capture_microbatches(history.engine, plan, mesh, recorder), recorder
@@ -249,17 +249,17 @@ def test_a_second_microbatch_is_recorded_when_there_is_one(pool: ProcessPool) ->
 
 def skip_inputs(runner: Any, engine: Any) -> Any:
     """The graph reads the inputs of the microbatch that it was recorded with."""
-    from megatron.extras.step.cuda_graph import captured_runner
+    from megatron.extras.step import cuda_graph
 
-    return mock.patch.object(captured_runner, "foreach_copy_", return_value=None)
+    return mock.patch.object(cuda_graph, "foreach_copy_", return_value=None)
 
 
 def skip_labels(runner: Any, engine: Any) -> Any:
     """The graph gets new tokens and old labels."""
-    from megatron.extras.step.cuda_graph import captured_runner
+    from megatron.extras.step import cuda_graph
 
     return mock.patch.object(
-        captured_runner, "foreach_copy_", lambda fixed, given: fixed[0].copy_(given[0])
+        cuda_graph, "foreach_copy_", lambda fixed, given: fixed[0].copy_(given[0])
     )
 
 
@@ -363,7 +363,7 @@ FOUND_BY_STEPS = {"add_never"}
 
 def plant_errors(names: list[str]) -> list[tuple[str, str, str]]:
     """Return each error, what the recorder finds in three steps, and what a replay says."""
-    from megatron.extras.watch.replay.replay import MicrobatchReplay
+    from megatron.extras.watch.replay import MicrobatchReplay
 
     planters = {planter.__name__: planter for planter in ERRORS}
     found = []
@@ -444,8 +444,7 @@ def build_engines() -> dict[str, str]:
     """Return the class of the runner for each value of --cuda-graph, as an engine is built."""
     from engine.graph_stand_in import StandIn
 
-    from megatron.extras.step import engines
-    from megatron.extras.step.cuda_graph import graph_recorder
+    from megatron.extras.step import cuda_graph, engines
 
     found = {}
     plan, mesh = start(SHAPES["float8"])
@@ -454,7 +453,7 @@ def build_engines() -> dict[str, str]:
         chosen = replace(plan, config=replace(plan.config, kernels=kernels))
         with (
             mock.patch.object(engines, "_has_cuda", return_value=True),
-            mock.patch.object(graph_recorder, "CudaGraphRecorder", return_value=StandIn()),
+            mock.patch.object(cuda_graph, "CudaGraphRecorder", return_value=StandIn()),
         ):
             found[value] = type(History(chosen, mesh).engine.runner).__name__
     return found

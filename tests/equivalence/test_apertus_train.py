@@ -234,7 +234,7 @@ class Variants:
         loaded = self.load(changed)
         plan = resolve(loaded.config, 4, loaded.origin)
         points = plan.forecast().predict(range(STEPS + 1))
-        shapes = [plan.shape.describe_layer(0), plan.head_dim, plan.shape.rotary_dim]
+        shapes = [plan.shape.describe_layer(0), plan.shape.head_dim, plan.shape.rotary_dim]
         numbers = build_json(plan, points, [], (), load_hardware("a100-80g"))
         del numbers["memory_bytes"]
         return {

@@ -26,7 +26,7 @@ from process_pool import ProcessPool, pretrain, succeed
 
 LATENT = (
     f"{STEADY} --multi-latent-attention --kv-lora-rank 20 --qk-head-dim 6 --qk-pos-emb-head-dim 4 "
-    "--v-head-dim 10 --position-embedding-type rotary --normalization RMSNorm "
+    "--v-head-dim 8 --position-embedding-type rotary --normalization RMSNorm "
     "--glu-activation swiglu --ffn-hidden-size 64 --init-method-std 0.1"
 )
 YARN = "--rope-scaling yarn --rope-original-length 32 --mscale 0.7 --mscale-all-dim 1"

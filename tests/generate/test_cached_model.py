@@ -99,8 +99,11 @@ def compute_cached(model: GPT, rows: list[int]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_cache_does_not_change_logits(name: str) -> None:
     model = make_model(name)
+    if name == "moonlight":
+        # In fp32, these logits have errors of 1e-5 with each kernel, with and without a cache.
+        model = model.double()
     with torch.no_grad():
-        complete = model.compute_logits(TOKENS)
+        complete = model.compute_logits(TOKENS).float()
         cached = compute_cached(model, list(range(len(PROMPTS))))
     for row, logits in enumerate(cached):
         expected = complete[row, PROMPTS[row] - 1 :]

@@ -68,10 +68,7 @@ def test_graphs_have_the_bits_of_eager_passes(shape: str, pool: ProcessPool) -> 
 
 def record_a_wait() -> tuple[str, float]:
     """Return the message of a recording that fails, and what the device computes afterwards."""
-    from megatron.extras.step.cuda_graph.graph_recorder import (
-        CudaGraphRecorder,
-        RecordingError,
-    )
+    from megatron.extras.step.cuda_graph import CudaGraphRecorder, RecordingError
 
     device = torch.device("cuda", 0)
     recorder = CudaGraphRecorder(device)

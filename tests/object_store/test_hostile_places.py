@@ -15,7 +15,7 @@ from object_store.one_process import PlayedRun
 
 from megatron.base.errors import CheckpointError
 from megatron.checkpoint import lease
-from megatron.extras.object_store import objects, store_lease
+from megatron.extras.object_store import objects, writer
 from megatron.extras.object_store.objects import ObjectFolder
 
 pytestmark = pytest.mark.usefixtures("one_client")
@@ -46,7 +46,7 @@ def test_a_full_disk_in_the_middle_of_a_save(address: str, tmp_path: Path) -> No
 def test_a_bucket_that_is_deleted_in_the_middle(
     address: str, tmp_path: Path, moto_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_lease, "_FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(writer, "_FRESH_SECONDS", 0.0)
     bucket = f"short-{os.getpid()}"
     place = address.replace(BUCKET, bucket, 1)
     send(moto_port, "PUT", f"/{bucket}")
@@ -68,7 +68,7 @@ def test_a_lease_is_renewed_at_most_once_in_a_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(store_lease, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(writer, "time", SimpleNamespace(monotonic=lambda: clock.now))
     tags: list[str | None] = []
 
     def write_if(key: str, body: bytes, tag: str | None) -> str:
@@ -76,7 +76,7 @@ def test_a_lease_is_renewed_at_most_once_in_a_second(
         return f"tag {len(tags)}"
 
     store: Any = SimpleNamespace(write_if=write_if, read_tagged=lambda key: None)
-    held = store_lease.StoreLease.acquire_both(tmp_path, store, 0, print)
+    held = writer.StoreLease.acquire_both(tmp_path, store, 0, print)
     for clock.now, writes in ((100.9, 1), (101.1, 2), (102.0, 2), (102.2, 3)):
         held.confirm()
         assert len(tags) == writes

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.observe.throughput import compute_throughput, find_peak_tflops
+from megatron.observe.throughput import Amounts, compute_throughput, find_peak_tflops
 
 
 def test_rates_equal_those_of_a_published_run() -> None:
@@ -24,23 +24,14 @@ def test_rates_equal_those_of_a_published_run() -> None:
         * hidden**2
         * (1 + seq / (6 * hidden) + vocabulary / (16 * layers * hidden))
     )
-    rates = compute_throughput(
-        samples=batch,
-        tokens=batch * seq,
-        flops=flops,
-        model_flops=flops * 0.75,
-        seconds=105.22,
-        devices=384,
-        peak_tflops=312.0,
-    )
+    done = Amounts(105.22, batch, batch * seq, flops, model_flops=flops * 0.75)
+    rates = compute_throughput(done, devices=384, peak_tflops=312.0)
     assert rates.tflops == pytest.approx(149.02, abs=0.01)
     # MFU does not count recomputation.
     assert rates.mfu == pytest.approx(149.02 * 0.75 / 312, abs=1e-4)
     assert rates.samples_per_second == pytest.approx(19.464, abs=1e-3)
     assert rates.tokens_per_second == pytest.approx(39862.5, abs=0.5)
-    without_peak = compute_throughput(
-        samples=1, tokens=1, flops=1, model_flops=1, seconds=1, devices=1, peak_tflops=None
-    )
+    without_peak = compute_throughput(Amounts(1, 1, 1, 1, 1), devices=1, peak_tflops=None)
     assert without_peak.mfu is None
 
 

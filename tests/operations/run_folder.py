@@ -3,8 +3,11 @@
 It has real checkpoints without tensors, TensorBoard events, metrics, emissions and a log.
 """
 
+import hashlib
 import json
 import shutil
+import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -61,6 +64,23 @@ def report(
         gigaflops_without_embeddings=1.75 * samples,
         phase_seconds={"data-wait": 0.1},
     )
+
+
+def digest_folder(folder: Path) -> dict[str, tuple[str, int]]:
+    """Return digest and time of each file of a folder."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {
+        str(path): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
+        for path in files
+    }
+
+
+def wait_until(is_true: Callable[[], object]) -> None:
+    """Wait for a condition, for at most two minutes."""
+    end = time.monotonic() + 120
+    while not is_true():
+        assert time.monotonic() < end, "it does not become true"
+        time.sleep(0.05)
 
 
 class FakeRun:

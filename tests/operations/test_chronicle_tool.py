@@ -26,8 +26,12 @@ from megatron.extras.operations.chronicle.goodput import (
     compute_goodput,
 )
 from megatron.extras.operations.chronicle.history import read_history
-from megatron.extras.operations.chronicle.predicted_loss import PredictedLoss, write_predicted_loss
-from megatron.extras.operations.chronicle.records import read_energy, read_events
+from megatron.extras.operations.chronicle.records import (
+    PredictedLoss,
+    read_energy,
+    read_events,
+    write_predicted_loss,
+)
 from megatron.extras.operations.commands import chronicle, rollback
 from megatron.extras.operations.monitor.alerts import Alert, Outlets, deliver
 from megatron.observe.chronicle import CHRONICLE, append_event

@@ -1,6 +1,5 @@
 """tools/handover.py: recorded steps are trained again, and what differs is named."""
 
-import hashlib
 import json
 import os
 import re
@@ -14,8 +13,9 @@ from pathlib import Path
 
 import pytest
 from operations.rehearsing import Handover
-from operations.run_folder import STARTED, FakeRun
+from operations.run_folder import STARTED, FakeRun, digest_folder, wait_until
 from process_pool import ProcessPool
+from torch.utils.tensorboard import SummaryWriter
 
 from megatron.base.error_report import FOLDER_VARIABLE
 from megatron.base.errors import ConfigError, OperationsError
@@ -29,26 +29,18 @@ from megatron.observe.chronicle import CHRONICLE
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def digest_folder(folder: Path) -> dict[str, tuple[str, int]]:
-    """Return digest and time of each file of a folder."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {
-        str(path): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
-        for path in files
-    }
-
-
 @pytest.fixture(scope="module")
 def recorded(pool: ProcessPool, corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Handover:
     found = Handover(pool, corpus, tmp_path_factory.mktemp("handover") / "run")
-    log = found.train("--pipeline-model-parallel-size 2", ranks=4)
+    flags = f"--tensorboard-dir {found.folder}-tb --log-batch-size-to-tensorboard"
+    log = found.train(f"--pipeline-model-parallel-size 2 {flags}", ranks=4)
     found.folder.with_suffix(".log").write_text(log)
     return found
 
 
 def test_the_same_command_gives_the_same_bits(recorded: Handover) -> None:
     before = digest_folder(recorded.folder.parent)
-    flags = "--pipeline-model-parallel-size 2 --tensorboard-dir tb"
+    flags = "--pipeline-model-parallel-size 2 --tensorboard-dir tb --log-batch-size-to-tensorboard"
     code, answer, _ = recorded.rehearse("--from 4 --steps 2", flags, ranks=4)
     assert (code, answer["verdict"], answer["changes"]) == (0, "go", {})
     assert {each["bound"] for each in answer["quantities"]} == {0.0}
@@ -104,6 +96,20 @@ def test_a_refused_command_is_no_go(recorded: Handover) -> None:
     assert "--layernorm-epsilon is 1e-05 in the checkpoint" in answer["verdict"]
 
 
+def test_the_events_of_another_trainer(recorded: Handover) -> None:
+    events = f"--from 8 --steps 2 --log {recorded.folder}-tb"
+    code, answer, _ = recorded.rehearse(events)
+    assert (code, answer["verdict"]) == (0, "go")
+    names = [each["name"] for each in answer["quantities"]]
+    logged = {"number of samples", "batch size", "learning rate", "loss", "gradient norm"}
+    assert logged <= set(names)
+    # What has another step axis is the same number again.
+    assert len(names) == 2 * len(set(names))
+    assert "tokens of the batch" in answer["not_compared"]
+    code, answer, _ = recorded.rehearse(events, "--seed 77")
+    assert (code, answer["verdict"]) == (1, "no go: iteration 9, gradient norm")
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> FakeRun:
     made = FakeRun(tmp_path / "run", tmp_path / "aside")
@@ -155,6 +161,41 @@ def test_another_lineage_does_not_count(run: FakeRun, tmp_path: Path) -> None:
         read_recorded_steps(run.root, 8, 4)
 
 
+def test_events_of_megatron(run: FakeRun, tmp_path: Path) -> None:
+    """Its tags have no folder. A launch that went back undoes the steps that follow."""
+    folder = tmp_path / "events"
+    for launch, first, last in ((1, 5, 9), (2, 6, 7)):
+        with SummaryWriter(folder, filename_suffix=f".{launch}") as writer:
+            writer.add_text("seed", "1234")
+            for step in range(first, last + 1):
+                for tag, number in (("learning-rate", 1e-3), ("lm loss", launch / step)):
+                    writer.add_scalar(tag, number, step)
+                    writer.add_scalar(f"{tag} vs samples", number, 4 * step)
+                    writer.add_scalar(f"{tag} validation", 9.0, step)
+    for number, file in enumerate(sorted(folder.iterdir(), key=lambda path: path.name[-1])):
+        file.rename(folder / f"events.out.tfevents.{number}")
+    found = read_recorded_steps(run.root, 4, 3, folder).steps
+    assert found[5] == {
+        "learning_rate": pytest.approx(1e-3),
+        "lm_loss": pytest.approx(0.2),
+        "consumed_samples": 20,
+    }
+    assert found[7]["lm_loss"] == pytest.approx(2 / 7)
+    with pytest.raises(TooFewStepsError, match="iteration 8 after global_step4 is not recorded"):
+        read_recorded_steps(run.root, 4, 4, folder)
+    file = folder / "events.out.tfevents.0"
+    content = file.read_bytes()
+    file.write_bytes(content[:-5])
+    assert read_recorded_steps(run.root, 4, 4, file).last == 8
+    file.write_bytes(bytes(40))
+    with pytest.raises(OperationsError, match="has no line or TensorBoard event of Megatron's"):
+        read_recorded_steps(run.root, 4, 4, file)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(OSError, match="not a regular file"):
+        read_recorded_steps(run.root, 4, 4, folder)
+
+
 def test_the_start_that_trained_the_steps_counts(run: FakeRun) -> None:
     with (run.root / CHRONICLE).open("w") as file:
         for minutes, version in ((0, "first"), (2, "second"), (60, "third")):
@@ -195,6 +236,25 @@ def test_only_the_user_reads_the_folder_and_errors_are_not_reported(
     with ScratchFolder(tmp_path) as scratch:
         assert scratch.path.stat().st_mode & 0o777 == 0o700
         assert scratch.run(["sh", "-c", f'echo "[${FOLDER_VARIABLE}]"'], None) == (0, ["[]"])
+
+
+def test_the_next_start_removes_what_a_kill_of_all_processes_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    # The temporary folder takes the place of the memory.
+    monkeypatch.setattr(rehearsal.os, "access", lambda *_: False)
+    for name in ("handover-left", "handover-new", "other"):
+        (tmp_path / name / "tb").mkdir(parents=True)
+        if name != "handover-new":
+            os.utime(tmp_path / name, (0, 0))
+    with ScratchFolder(None) as used:
+        os.utime(used.path, (0, 0))
+        with ScratchFolder(None):
+            assert used.path.exists()
+        assert {path.name for path in tmp_path.iterdir()} == {
+            *("handover-new", "other", used.path.name),
+        }
 
 
 @pytest.mark.full
@@ -241,12 +301,3 @@ def test_a_kill_leaves_nothing(run: FakeRun, tmp_path: Path) -> None:
     for path in started.iterdir():
         assert not Path("/proc", path.name).exists()
     assert digest_folder(run.root) == before
-
-
-def wait_until(is_true: object) -> None:
-    """Wait for a condition, for at most a minute."""
-    assert callable(is_true)
-    end = time.monotonic() + 60
-    while not is_true():
-        assert time.monotonic() < end, "it does not become true"
-        time.sleep(0.05)

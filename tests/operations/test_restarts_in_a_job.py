@@ -282,7 +282,7 @@ def test_training_goes_on_with_fewer_nodes(slurm: Path) -> None:
     assert job.run() == TaskOutcome.COMPLETE
     first, second, third = job.steps()
     assert "--nodelist" not in first
-    assert "--nodes=3 --ntasks=3 --nodelist=n1,n3,n4" in second
+    assert "--nodes=3 --ntasks=3 --nodelist=n1,n3,n4 --overlap" in second
     assert second == third
     flags = second.partition(shlex.join(TRAIN))[2].split()
     assert flags[flags.index("--micro-batch-size") + 1] == "2"
@@ -347,6 +347,31 @@ def test_training_takes_a_lost_node_back(
         assert "n2 can be used again; the next save ends this step" in job.log()
         assert (slurm / "scancel-calls").read_text() == "--signal=USR2 12\n"
         assert job.events("restart")[-1].details["nodes"] == 4
+
+
+def test_requeued_job_starts_with_fewer_nodes(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm requeues a job whose first node is lost, and `--nodes=3-4` lets it give three."""
+    step = UNTIL_SIGNAL.replace("SIGNALLED", str(slurm / "signalled"))
+    job = make_small_job(slurm, [step], "idle")
+    iterations = iter(range(1000))
+    monkeypatch.setattr(fewer_nodes, "read_reached_iteration", lambda save: next(iterations))
+    monkeypatch.setattr(fewer_nodes, "_LONGEST_POLL", 0.02)
+    job.task.save.mkdir()
+    earlier = vars(Attempt("12", "", 0, "n[1-4]", 0, time.time()))
+    (job.task.save / FILE).write_text(json.dumps({"began": earlier}) + "\n")
+    scontrol = (slurm / "scontrol").read_text()
+    scontrol = scontrol.replace("hostnames n[1-4]", "hostnames n[1,3-4],n[1-4]")
+    (slurm / "scontrol").write_text(scontrol)
+    (slurm / "nodes").write_text("n[1,3-4]")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1,3-4]")
+    assert job.run(train_nodes=4, grow_after=0.001) == TaskOutcome.LEFT
+    flags = job.steps()[0].partition(shlex.join(TRAIN))[2].split()
+    assert 3 % int(flags[flags.index("--pipeline-model-parallel-size") + 1]) == 0
+    assert "--overlap" not in job.steps()[0]
+    assert "goes on with 3 of 4 nodes, from TP 1 PP 4 DP 1" in job.alerts[0]
+    assert [event.details["nodes"] for event in job.events("restart")] == [3, 4]
+    assert "n2 can be used again; the next save ends this step" in job.log()
+    assert "requeue 12" in job.calls()
 
 
 def test_lost_host_must_be_healthy_and_the_run_must_have_saved(

@@ -9,28 +9,27 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron.extras.planner.commands.plan_estimates import (
-    estimate_layer_activation_bytes,
-    estimate_layer_input_bytes,
+    PaperActivations,
 )
+from megatron.extras.planner.cost.experts import MixtureTimes
 from megatron.extras.planner.cost.float8 import Linear, Rounding
 from megatron.extras.planner.cost.kernels import Gemm, estimate_memory_seconds
-from megatron.extras.planner.cost.layers import (
-    LayerTimes,
-    MixtureTimes,
-    Passes,
-    Seconds,
-    _put_into_float8,
+from megatron.extras.planner.cost.layers import LayerTimes, Passes, Seconds, _put_into_float8
+from megatron.extras.planner.cost.layout import (
+    TRAINER,
+    Float8,
+    Overhead,
+    RankLayout,
+    Software,
+    StepJob,
 )
-from megatron.extras.planner.cost.layout import TRAINER, Float8, Overhead, RankLayout, Software
 from megatron.extras.planner.cost.memory import ParameterMemory
 from megatron.extras.planner.cost.parameters import count_rows
+from megatron.extras.planner.cost.peak import StepPoint
 from megatron.extras.planner.cost.tensors import Kernel
 from megatron.model import flops
 from megatron.model.partition import Stage
 from megatron.model.shape import ModelShape
-from megatron.schedule.pipeline_schedule import PipelineSchedule
-
-Parts = tuple[float, float, float, float, float, float]
 
 _PREFETCHED = 2
 """Layers whose gathered weights exist at the same time with ZeRO stage 3: one computes, and one is
@@ -53,18 +52,13 @@ class PaperMemory:
 
     def __call__(
         self,
-        shape: ModelShape,
-        layout: RankLayout,
-        software: Software,
+        job: StepJob,
         held: ParameterMemory,
         parameters: int,
         stages: Sequence[Stage],
-        schedule: PipelineSchedule,
         rank: int,
-    ) -> Parts:
-        return _estimate_parts(
-            self, shape, layout, software, held, parameters, stages, schedule, rank
-        )
+    ) -> StepPoint:
+        return _estimate_parts(self, job, held, parameters, stages, rank)
 
 
 def estimate_layer_bytes(
@@ -76,14 +70,14 @@ def estimate_layer_bytes(
     attention as well if there is no flash kernel.
     """
     kept = layout.recompute == "none" or working
-    whole = estimate_layer_activation_bytes(
+    whole = PaperActivations(
         shape,
         layout.micro_batch,
         layout.tensor,
         sequence_parallel=layout.sequence_parallel,
         half=software.half,
         scores_kept=kept and not software.flash,
-    )
+    ).layer
     if layout.recompute == "operators" and not working:
         whole = _count_operator_bytes(shape, layout)
     return whole // layout.context
@@ -104,17 +98,15 @@ def _count_operator_bytes(shape: ModelShape, layout: RankLayout) -> int:
 
 def _estimate_parts(
     formula: "PaperMemory",
-    shape: ModelShape,
-    layout: RankLayout,
-    software: Software,
+    job: StepJob,
     held: ParameterMemory,
     parameters: int,
     stages: Sequence[Stage],
-    schedule: PipelineSchedule,
     rank: int,
-) -> tuple[float, float, float, float, float, float]:
+) -> StepPoint:
     """Return weights, gradients, activations, a working layer, logits and buffers of a rank."""
-    visits = schedule.count_in_flight(rank)
+    shape, layout, software = job.shape, job.layout, job.software
+    visits = job.schedule.count_in_flight(rank)
     activations, working = _estimate_activations(shape, layout, software, stages, visits)
     tokens = shape.config.seq_length * layout.micro_batch // layout.context
     if layout.sequence_parallel:
@@ -125,7 +117,7 @@ def _estimate_parts(
         logits = formula.logit_bytes * tokens * shape.padded_vocab_size / layout.tensor
     buffers = _estimate_buffers(formula, shape, layout, software, parameters, stages, visits)
     gradients = held.gradients * formula.gradient_bytes / 4
-    return held.working_weights, gradients, activations, working, logits, buffers
+    return StepPoint(held.working_weights, gradients, activations, working, logits, buffers)
 
 
 def _estimate_activations(
@@ -137,13 +129,13 @@ def _estimate_activations(
 ) -> tuple[float, float]:
     """Return the bytes of the microbatches in flight, and those of a layer being recomputed."""
     whole = estimate_layer_bytes(shape, layout, software)
-    kept_input = estimate_layer_input_bytes(
+    kept_input = PaperActivations(
         shape,
         layout.micro_batch,
         layout.tensor,
         sequence_parallel=layout.sequence_parallel or layout.partition_inputs,
         half=software.half,
-    )
+    ).layer_input
     kept_input //= layout.context
     # Recomputed layers keep less, and which ones they are depends on the stage.
     of_visits = 0

@@ -16,11 +16,12 @@ from planner.other_trainers import OTHERS, SOFTWARE, OtherRounding, PaperMemory
 from megatron.config.model import ModelConfig
 from megatron.config.presets import read_preset
 from megatron.console.preset_table import build_preset_shape
+from megatron.extras.planner.cost import memory
 from megatron.extras.planner.cost.hardware import Hardware, load_hardware
-from megatron.extras.planner.cost.layout import Float8, RankLayout, Recompute
-from megatron.extras.planner.cost.memory import BALANCED_ENDS
+from megatron.extras.planner.cost.layout import Float8, RankLayout, Recompute, Software, StepJob
+from megatron.extras.planner.cost.memory import BALANCED_ENDS, RankMemory
 from megatron.extras.planner.cost.search import SearchSpace, search_layouts
-from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
+from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.model import flops
 from megatron.model.shape import ModelShape
 
@@ -100,6 +101,14 @@ def make_llama(
 def read_rows(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads(path.read_text())
     return rows
+
+
+def estimate_memory(
+    shape: ModelShape, layout: RankLayout, software: Software, batch: int
+) -> tuple[RankMemory, ...]:
+    """Return the memory of each pipeline rank, which does not depend on the device."""
+    job = StepJob(shape, layout, batch, software, load_hardware("a100-80g"))
+    return memory.estimate_memory(job)
 
 
 def predict(

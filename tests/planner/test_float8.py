@@ -18,8 +18,8 @@ from megatron.extras.planner.cost.float8 import (
 from megatron.extras.planner.cost.hardware import list_hardware, load_hardware
 from megatron.extras.planner.cost.kernels import Gemm, estimate_gemm_seconds
 from megatron.extras.planner.cost.layers import LayerTimes, Passes
-from megatron.extras.planner.cost.layout import TRAINER, Float8, RankLayout
-from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
+from megatron.extras.planner.cost.layout import TRAINER, Float8, RankLayout, StepJob
+from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.prediction import (
     describe_layout,
     describe_software,

@@ -5,7 +5,8 @@ import shlex
 
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.commands.plan_cost import (
-    format_cost,
+    format_rows,
+    list_cost_rows,
     list_possible_fusions,
     list_unused_speed,
 )
@@ -26,7 +27,9 @@ def plan(flags: str) -> Plan:
 
 
 def describe(flags: str, hardware: str = "h200") -> str:
-    return "\n".join(format_cost(plan(flags), load_hardware(hardware), CostOptions()))
+    return "\n".join(
+        format_rows(list_cost_rows(plan(flags), load_hardware(hardware), CostOptions()))
+    )
 
 
 def test_the_plan_names_kernels_that_it_does_not_use():

@@ -24,8 +24,8 @@ from megatron.extras.planner.cost.kernels import (
     estimate_gemm_seconds,
 )
 from megatron.extras.planner.cost.layers import LayerTimes
-from megatron.extras.planner.cost.layout import TRAINER, RankLayout
-from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
+from megatron.extras.planner.cost.layout import TRAINER, RankLayout, StepJob
+from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.cost.tensors import choose_kernel
 from megatron.extras.planner.prediction import predict_plan
 from megatron.plan.resolve import resolve
@@ -245,7 +245,7 @@ def test_fp32_has_a_peak_of_its_own():
 )
 def test_the_attention_kernel_of_torch(more, half, windowed, kernel):
     shape = make_gpt(1024, 2, 8, 512, 32000, **more)
-    assert choose_kernel(shape, half=half, windowed=windowed) == kernel
+    assert choose_kernel(shape, replace(TRAINER, half=half), windowed=windowed) == kernel
 
 
 @pytest.mark.parametrize(("groups", "kernel"), [(8, "efficient"), (2, "none")])
@@ -254,7 +254,7 @@ def test_a_v100_has_no_flash_kernel(groups, kernel):
     v100 = load_hardware("v100-32g")
     assert not v100.has_flash
     shape = make_gpt(1024, 2, 8, 512, 32000, num_query_groups=groups)
-    assert choose_kernel(shape, half=True, flash=False) == kernel
+    assert choose_kernel(shape, replace(TRAINER, flash=False)) == kernel
     with_flash, without = (
         StepPrediction(StepJob(shape, RankLayout(), 8, replace(TRAINER, flash=flash), v100))
         for flash in (True, False)

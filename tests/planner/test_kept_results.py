@@ -8,11 +8,10 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from planner.published import make_gpt, make_llama
+from planner.published import estimate_memory, make_gpt, make_llama
 
 from megatron.extras.planner.cost.layout import TRAINER, RankLayout, Software
-from megatron.extras.planner.cost.memory import estimate_memory
-from megatron.extras.planner.cost.tensors import TensorSizes, measure_tensors
+from megatron.extras.planner.cost.tensors import TensorCase, TensorSizes, measure_tensors
 from megatron.model import flops
 from megatron.model.shape import ModelShape
 
@@ -35,7 +34,8 @@ def measure(
     **software: Any,
 ) -> TensorSizes:
     chosen: Software = replace(TRAINER, **software)
-    return measure_tensors(shape, layout or RankLayout(), chosen, holds=holds, windowed=windowed)
+    layout = layout or RankLayout()
+    return measure_tensors(TensorCase(shape, layout, chosen, holds, holds, windowed))
 
 
 @pytest.mark.parametrize(

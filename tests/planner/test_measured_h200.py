@@ -12,7 +12,8 @@ from planner.test_published import check_table
 
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.cost.hardware import load_hardware
-from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
+from megatron.extras.planner.cost.layout import StepJob
+from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.prediction import describe_layout, describe_software
 from megatron.plan.resolve import resolve
 

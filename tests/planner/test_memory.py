@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 from planner.other_trainers import SOFTWARE, PaperMemory
-from planner.published import make_gpt, make_llama, read_rows
+from planner.published import estimate_memory, make_gpt, make_llama, read_rows
 from shared_data import shared_dir
 
 from megatron.extras.planner.cost.layout import Overhead, RankLayout
-from megatron.extras.planner.cost.memory import estimate_memory, estimate_parameter_memory
+from megatron.extras.planner.cost.memory import estimate_parameter_memory
 from megatron.model import flops
 from megatron.model.shape import ModelShape
 

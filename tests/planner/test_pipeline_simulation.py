@@ -9,6 +9,7 @@ from megatron.extras.planner.cost.pipeline_simulation import (
     StageTimes,
     estimate_pipeline_seconds,
     list_visits,
+    measure_seconds,
     simulate_pipeline,
 )
 from megatron.schedule.pipeline_schedule import choose_schedule
@@ -23,7 +24,7 @@ def make_even(p: int, v: int) -> StageTimes:
 @pytest.mark.parametrize(("m", "p", "v"), SIZES)
 def test_bubble_of_even_stages(m, p, v):
     schedule = choose_schedule(m, p, v)
-    seconds = simulate_pipeline(schedule, make_even(p, v)).seconds
+    seconds = measure_seconds(schedule, make_even(p, v))
     assert seconds / (3 * m) - 1 == pytest.approx((p - 1) / (v * m))
     assert estimate_pipeline_seconds(schedule, make_even(p, v)) == pytest.approx(seconds)
 
@@ -32,7 +33,7 @@ def test_bubble_of_even_stages(m, p, v):
 def test_bubble_of_other_schedules(m, p, v):
     """GPipe, rounds of other sizes, and looped BFS, by the formula of `megatron.schedule`."""
     schedule = choose_schedule(m, p, v)
-    seconds = simulate_pipeline(schedule, make_even(p, v)).seconds
+    seconds = measure_seconds(schedule, make_even(p, v))
     assert 1 - 3 * m / seconds == pytest.approx(schedule.bubble)
 
 
@@ -61,7 +62,7 @@ def test_uneven_stages_wait_for_what_they_need(blocking):
     )
     pipeline = simulate_pipeline(schedule, times)
     ends = {}
-    for events in pipeline.events:
+    for events in pipeline:
         for earlier, later in pairwise(events):
             assert later.start >= earlier.end
         for event in events:
@@ -70,7 +71,7 @@ def test_uneven_stages_wait_for_what_they_need(blocking):
             ends[(event.visit.forward, event.visit.microbatch, event.visit.stage)] = (
                 event.end + waited
             )
-    for events in pipeline.events:
+    for events in pipeline:
         for event in events:
             _, microbatch, stage = event.visit.forward, event.visit.microbatch, event.visit.stage
             if event.visit.forward and stage:
@@ -90,5 +91,5 @@ def test_a_long_step_is_extrapolated_exactly(m, p, v, blocking):
         0.05,
         blocking,
     )
-    exact = simulate_pipeline(schedule, times).seconds
+    exact = measure_seconds(schedule, times)
     assert estimate_pipeline_seconds(schedule, times) == pytest.approx(exact, rel=0.005)

@@ -289,12 +289,12 @@ def test_activation_memory_depends_on_pipeline_and_recomputation(capsys):
     shape = ModelShape(
         ModelConfig(4, hidden_size=256, num_attention_heads=4, seq_length=128), 1000, 1024
     )
-    layer = plan_estimates.estimate_layer_activation_bytes(shape, 2, half=False)
-    kept = plan_estimates.estimate_layer_input_bytes(shape, 2, half=False)
+    layer = plan_estimates.PaperActivations(shape, 2, half=False).layer
+    kept = plan_estimates.PaperActivations(shape, 2, half=False).layer_input
     assert activations()[:2] == (0, 4 * layer)  # 2 layers, 2 microbatches in flight
     assert activations("--num-layers-per-virtual-pipeline-stage", "1")[:2] == (0, 5 * layer)
     # Recomputation keeps little, so the last rank needs the most memory because of its logits.
-    logits = plan_estimates.estimate_logits_bytes(shape, 2)
+    logits = plan_estimates.PaperActivations(shape, 2).logits
     assert activations("--checkpoint-activations")[:2] == (1, 2 * kept + layer + logits)
     assert activations("--checkpoint-activations", "--checkpoint-fraction", "1/2")[:2] == (
         0,

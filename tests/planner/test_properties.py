@@ -7,7 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from planner.published import make_gpt
+from planner.published import estimate_memory, make_gpt
 
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.commands.plan_cost import list_breakdown
@@ -17,10 +17,9 @@ from megatron.extras.planner.commands.plan_search import (
     search_plan,
 )
 from megatron.extras.planner.cost.hardware import list_hardware, load_hardware
-from megatron.extras.planner.cost.layout import TRAINER, RankLayout
-from megatron.extras.planner.cost.memory import estimate_memory
+from megatron.extras.planner.cost.layout import TRAINER, RankLayout, StepJob
 from megatron.extras.planner.cost.search import SearchSpace, list_divisors, search_layouts
-from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
+from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.planner.prediction import predict_plan
 from megatron.extras.step.engines import choose_engine
 from megatron.plan.resolve import resolve

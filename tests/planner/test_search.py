@@ -11,7 +11,7 @@ from planner.published import make_gpt
 
 from megatron.base.errors import ConfigError
 from megatron.extras.planner.cost.hardware import load_hardware
-from megatron.extras.planner.cost.layout import TRAINER, RankLayout
+from megatron.extras.planner.cost.layout import TRAINER, RankLayout, StepJob
 from megatron.extras.planner.cost.memory import BALANCED_ENDS, Verdict, build_stages
 from megatron.extras.planner.cost.search import (
     SearchSpace,
@@ -20,7 +20,7 @@ from megatron.extras.planner.cost.search import (
     iterate_layouts,
     search_layouts,
 )
-from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
+from megatron.extras.planner.cost.step_prediction import StepPrediction
 
 BLOOM = make_gpt(14336, 70, 112, 2048, 250880, position_embedding_type="alibi")
 CHOSEN = RankLayout(

@@ -54,6 +54,23 @@ class Cluster:
             return path.read_text(errors="replace")
         return ""
 
+    def start_daemons(self) -> None:
+        """Start the daemons that do not run, and wait for their nodes.
+
+        Raises:
+            NoSlurmError: The daemons do not start.
+        """
+        environment = {**os.environ, "PATH": _PATH, "NODES": str(NODES)}
+        done = subprocess.run(
+            [SCRIPT, "start", self.folder],
+            capture_output=True,
+            text=True,
+            env=environment,
+            check=False,
+        )
+        if done.returncode:
+            raise NoSlurmError(f"daemons do not start: {(done.stdout + done.stderr)[-800:]}")
+
     def stop(self) -> None:
         subprocess.run([SCRIPT, "stop", self.folder], check=False, capture_output=True)
 

@@ -44,11 +44,11 @@ class TinyRun:
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
-    def submit(self, *options: str, **variables: str) -> str:
+    def submit(self, *options: str, script: str = SCRIPT, **variables: str) -> str:
         """Submit the script and return the job's number."""
         fixed = (f"--chdir={ROOT}", f"--output={self.folder}/%x-%A.out")
         output = self.cluster.run(
-            "sbatch", *fixed, *options, SCRIPT, TINY=str(self.folder), **variables
+            "sbatch", *fixed, *options, script, TINY=str(self.folder), **variables
         )
         return output.split()[-1]
 

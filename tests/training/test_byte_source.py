@@ -92,7 +92,7 @@ def test_mock_data_refuse_the_checkpoint_of_a_new_kind(
 ) -> None:
     run = ByteRunner(pool, str(text), tmp_path / "run")
     run("--train-iters 1")
-    assert "was trained on real data" in run.error("--mock-data")
+    assert "was trained on bytes data" in run.error("--mock-data")
 
 
 def test_a_format_without_its_package_is_refused() -> None:

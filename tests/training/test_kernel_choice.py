@@ -20,7 +20,7 @@ from megatron.config.kernels import SWITCHES, AttentionBackend, KernelsConfig
 from megatron.config.normalise import read_argv
 from megatron.engine.kind import EngineKind
 from megatron.extras.interop.translators.translator import load_config
-from megatron.extras.step.cuda_graph.captured_runner import find_shortest_recorded
+from megatron.extras.step.cuda_graph import find_shortest_recorded
 from megatron.parallel.ranks import Ranks
 from megatron.plan import kernel_choice
 from megatron.plan.kernel_choice import CPU, KernelDevice, choose_kernels

@@ -20,7 +20,7 @@ from megatron.base.errors import FaultyHostError
 from megatron.base.outside_file import parse_json
 from megatron.extras.operations.chronicle.events import describe_stop
 from megatron.extras.operations.slurm.start import TrainingStarts
-from megatron.extras.watch.replay.recorder import (
+from megatron.extras.watch.replay import (
     Entry,
     compute_measures,
     describe_difference,
@@ -187,7 +187,7 @@ def compare_curves(cases: Sequence[str], steps: int) -> list[bool]:
 
 def find_flips(case: str, flips: Sequence[Flip]) -> list[str]:
     """Return the message of each flip."""
-    from megatron.extras.watch.replay.replay import MicrobatchReplay
+    from megatron.extras.watch.replay import MicrobatchReplay
 
     messages = []
     for run in start_runs([case]):
@@ -335,7 +335,7 @@ def find_stored_flip(case: str) -> tuple[str, str]:
     replicas say about it.
     """
     from megatron.base.errors import TrainingError
-    from megatron.extras.watch.replay.replay import MicrobatchReplay
+    from megatron.extras.watch.replay import MicrobatchReplay
 
     said = ["", ""]
     for run in start_runs([case]):
@@ -381,7 +381,7 @@ def replay_with_noise(case: str, noisy: Sequence[int], flips: bool = True) -> tu
 
     Return what each of two replays found, and what the log has.
     """
-    from megatron.extras.watch.replay.replay import MicrobatchReplay
+    from megatron.extras.watch.replay import MicrobatchReplay
 
     messages = []
     lines: list[str] = []

@@ -17,15 +17,15 @@ from megatron.config.model import ModelConfig
 from megatron.config.spike_guard import SpikeGuardConfig
 from megatron.config.tree import Config
 from megatron.engine.base import StepOutcome, StepResult
-from megatron.extras.watch.guard.interventions import (
+from megatron.extras.watch.guard.spike_estimator import LASTING
+from megatron.extras.watch.guard.spike_guard import Response, Spike, SpikeGuard
+from megatron.extras.watch.guard.spike_response import (
     GuardRecords,
     build_record,
     find_guard_windows,
     finish_interrupted_rollback,
     read_guard_records,
 )
-from megatron.extras.watch.guard.spike_estimator import LASTING
-from megatron.extras.watch.guard.spike_guard import Response, Spike, SpikeGuard
 from megatron.parallel.ranks import Ranks
 
 CONFIG = SpikeGuardConfig(

@@ -17,11 +17,13 @@ from convert.other_trainers import (
     fill_states,
     save_nanogpt,
 )
+from process_pool import ProcessPool, pretrain, succeed
 from torch import Tensor, nn
 
 from megatron.commands import verify
 from megatron.extras.interop.commands import convert_checkpoint
 
+FIXTURES = Path(__file__).resolve().parents[1] / "fixtures" / "compared_steps"
 Change = Callable[[Any], None]
 
 
@@ -173,6 +175,42 @@ def test_a_step_of_megatron(
     assert len(found["numbers"]) == 4 + 1 + 4 * 6 + 3
 
 
+HYBRID = (
+    "--num-layers 4 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --seq-length 32 "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 "
+    "--init-method-std 0.2 --softmax-type learnable --linear-attention-freq ([1]*3+[0]*1) "
+    "--experimental-attention-variant gated_delta_net --linear-key-head-dim 16 "
+    "--linear-value-head-dim 16 --linear-num-key-heads 2 --linear-num-value-heads 4 "
+    "--micro-batch-size 2 --global-batch-size 2 --lr 1e-3 --train-iters 1 --mock-data "
+    "--vocab-size 64 --make-vocab-size-divisible-by 64 --eval-iters 0 --save-interval 1"
+)
+"""The model whose steps Megatron core 0.16.1 recorded, with its local layers."""
+
+
+def test_recorded_steps_of_megatron_core(
+    pool: ProcessPool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two tensor-parallel ranks have findings 8 and 11 of NVIDIA/Megatron-LM#7452."""
+    succeed(pool.run(1, pretrain, [*HYBRID.split(), "--save", str(tmp_path)]))
+    different = []
+    for ranks in (1, 2):
+        step = FIXTURES / f"megatron_core_tp{ranks}.json"
+        verify.main(["--compare", str(step), "--weights", str(tmp_path), "--json"])
+        found = json.loads(capfd.readouterr().out)
+        # The inputs of 4 layers, the loss, parameters of layers and of both ends, and their norm.
+        assert len(found["numbers"]) == 4 + 1 + (3 * 10 + 7) + 3 + 1
+        numbers = [each["name"] for each in found["numbers"] if each["difference"] > 1e-3]
+        assert found["first"] == next(iter(numbers), None)
+        different.append(numbers)
+    attention = "gradient of decoder.layers.{}.self_attention.{}"
+    assert different[0] == []
+    assert different[1] == [
+        attention.format(3, "core_attention.softmax_offset"),
+        *(attention.format(layer, "out_norm.weight") for layer in (2, 1, 0)),
+    ]
+
+
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_step_of_nanogpt(wrong: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = build_nanogpt(NANOGPT_CONFIG, 64)
@@ -204,6 +242,7 @@ def test_a_step_of_nanogpt(wrong: bool, tmp_path: Path, capfd: pytest.CaptureFix
         ({"gradients": {}}, "gradients is empty"),
         ({"inputs": [1.0]}, "inputs of 1 layers, and the model has 4"),
         ({"loss": None}, "cannot be read as a step"),
+        ({"norm": "large"}, "cannot be read as a step"),
     ],
 )
 def test_a_wrong_step_is_refused(

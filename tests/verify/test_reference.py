@@ -15,7 +15,11 @@ from megatron.config.model import TimeStep
 from megatron.config.table import Absent
 from megatron.extras.planner.verify.reference_layers import use_recurrence
 from megatron.extras.planner.verify.reference_optimizer import FORMULAS
-from megatron.extras.planner.verify.reference_parameters import compute_initial_weight, find_row
+from megatron.extras.planner.verify.reference_parameters import (
+    compute_initial_weight,
+    decays,
+    find_start,
+)
 from megatron.model.gpt import GPT
 from megatron.model.init import initialise
 from megatron.model.inputs import Inputs
@@ -54,22 +58,22 @@ def test_the_reference_knows_each_parameter(changes: dict[str, Any], shape: Mode
         model = GPT(replace(shape, config=config), TensorParallel())
     for name, parameter in model.named_parameters():
         spec: ParameterSpec = parameter.spec  # type: ignore[attr-defined]
-        row = find_row(name)
-        if row.start == "norm":
-            start = Init.ZERO if config.apply_layernorm_1p else Init.ONE
-            assert (spec.init, spec.decays) == (start, False), name
+        start = find_start(name)
+        if start == "norm":
+            centred = Init.ZERO if config.apply_layernorm_1p else Init.ONE
+            assert (spec.init, spec.decays) == (centred, False), name
             continue
         drawn = {Init.NORMAL: "matrix", Init.SCALED_NORMAL: "output", Init.TABLE: "table"}
         drawn |= {Init.VECTOR: "vector", Init.CONVOLUTION: "kernel"}
         drawn |= {Init.DECAY_RATE: "rate", Init.TIME_STEP: "step"}
-        assert row.decays == spec.decays, name
-        assert isinstance(row.start, float) == (spec.init not in drawn), name
-        assert drawn.get(spec.init, row.start) == row.start, name
+        assert decays(name) == spec.decays, name
+        assert isinstance(start, float) == (spec.init not in drawn), name
+        assert drawn.get(spec.init, start) == start, name
 
 
 def test_an_unknown_parameter_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"attention\.sinks cannot be verified: .* no row"):
-        find_row("blocks.0.attention.sinks")
+        find_start("blocks.0.attention.sinks")
 
 
 @pytest.mark.parametrize("rows", [96, 3072])

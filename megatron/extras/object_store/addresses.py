@@ -8,6 +8,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.base.errors import CheckpointError, MegatronError
@@ -25,24 +26,19 @@ from megatron.extras.object_store.objects import (
     raise_as_checkpoint_error,
 )
 from megatron.extras.object_store.ranges import FetchedCheckpoint, fetch_blocks, fetch_index
-from megatron.extras.object_store.root_object import RootObject
-from megatron.extras.object_store.store_lease import StoreLease
+from megatron.extras.object_store.writer import RootObject, StoreLease
 
 
+@dataclass(frozen=True)
 class CheckpointSource:
     """A folder that a command reads: the given one, or the mirror of an address."""
 
-    def __init__(self, folder: Path, address: str | None = None, root: Path | None = None) -> None:
-        """Create the source.
-
-        Args:
-            folder: Folder of a run or of a checkpoint.
-            address: Address of the run that it mirrors. None if it is no mirror.
-            root: Folder of the run, if `folder` is that of a checkpoint in a mirror.
-        """
-        self.folder = folder
-        self.root = folder if root is None else root
-        self._address = address
+    folder: Path
+    """Folder of a run or of a checkpoint."""
+    root: Path
+    """Folder of the run, or `folder` if it is not known."""
+    _address: str | None = None
+    """Address of the run that it mirrors. None if it is no mirror."""
 
     @property
     def is_mirror(self) -> bool:
@@ -117,7 +113,7 @@ def open_source(path: str | os.PathLike[str]) -> Iterator[CheckpointSource]:
     """
     address = find_address(path)
     if address is None:
-        yield CheckpointSource(Path(path))
+        yield CheckpointSource(Path(path), Path(path))
         return
     run, _, last = address.rpartition("/")
     is_checkpoint = parse_iteration(last) is not None
@@ -134,10 +130,7 @@ def open_source(path: str | os.PathLike[str]) -> Iterator[CheckpointSource]:
                     f"{run} has no checkpoint; give the --save address of a run that has saved"
                 )
             Mirror(objects, root).pull(record, print_to_stderr)
-        folder = root
-        if is_checkpoint:
-            folder = root / last
-        source = CheckpointSource(folder, run, root)
+        source = CheckpointSource(root / last if is_checkpoint else root, root, run)
         try:
             yield source
         except MegatronError as error:

@@ -31,7 +31,7 @@ from megatron.checkpoint.folder import (
 from megatron.checkpoint.lineage import LINEAGE_FILE, UNPUBLISHED_FILE
 from megatron.checkpoint.manifest import CONFIG, INDEX, MANIFEST, is_plain_name, read_manifest
 from megatron.extras.object_store.objects import ObjectFolder
-from megatron.extras.object_store.root_object import RootRecord
+from megatron.extras.object_store.writer import RootRecord
 
 MARKER = "stored_as"
 """File with the address of a checkpoint's objects, in its folder."""

@@ -43,18 +43,6 @@ class _BlockCollector(TensorReader):
         self.blocks.setdefault(file, set()).update(range(begin // BLOCK, -(-end // BLOCK)))
 
 
-def fetch_shards(
-    objects: ObjectFolder, checkpoint: Checkpoint, shards: Iterable[TensorShard], folder: Path
-) -> None:
-    """Download the index, and the blocks that a rank reads for its shards, to a folder.
-
-    Raises:
-        DamagedError, CheckpointError: See `fetch_blocks`.
-    """
-    index = fetch_index(objects, checkpoint, folder)
-    fetch_blocks(objects, checkpoint, index, list_slices(index, shards), folder)
-
-
 @dataclass(frozen=True)
 class FetchedCheckpoint(Checkpoint):
     """A checkpoint whose blocks are downloaded to its folder when they are loaded."""
@@ -84,7 +72,9 @@ class FetchedCheckpoint(Checkpoint):
         for is_last in (False, True):
             try:
                 with raise_as_checkpoint_error(), name_damage(self.objects):
-                    fetch_shards(self.objects, self, shards, self.folder)
+                    index = fetch_index(self.objects, self, self.folder)
+                    needed = list_slices(index, shards)
+                    fetch_blocks(self.objects, self, index, needed, self.folder)
                     return super().load_into(shards, model, finetune=finetune)
             except DamagedError as damage:
                 if self._is_stored_damage(damage):

@@ -28,8 +28,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.extras.object_store.mirror import STAGING, Mirror
 from megatron.extras.object_store.objects import ObjectFolder, raise_as_checkpoint_error
 from megatron.extras.object_store.ranges import FetchedCheckpoint, verify_object
-from megatron.extras.object_store.root_object import KEY, RootObject, find_generation
-from megatron.extras.object_store.store_lease import StoreLease
+from megatron.extras.object_store.writer import KEY, RootObject, StoreLease, find_generation
 from megatron.parallel.launcher import read_ranks_per_node
 from megatron.parallel.ranks import Ranks
 from megatron.parallel.shard import TensorShard

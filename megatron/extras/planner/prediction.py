@@ -20,11 +20,12 @@ from megatron.extras.planner.cost.layout import (
     RankLayout,
     Recompute,
     Software,
+    StepJob,
 )
 from megatron.extras.planner.cost.memory import BALANCED_ENDS, count_virtual_layers
 from megatron.extras.planner.cost.parameters import reduces_each_microbatch
 from megatron.extras.planner.cost.search import SearchSpace
-from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
+from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.extras.step.float8.recipe import ROWWISE, list_float8_layers
 from megatron.plan.kernel_choice import CPU, KernelDevice, choose_kernels, runs_eager_passes
 from megatron.plan.run_plan import Plan

@@ -15,6 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -131,6 +132,7 @@ class MemoryHistory:
         self._log(f"rank {self._rank}: a memory snapshot is in {path}")
 
 
+@dataclass
 class Profiler:
     """Writes one trace of a range of iterations.
 
@@ -138,27 +140,16 @@ class Profiler:
     iterations that were trained. After an error it writes nothing.
     """
 
-    def __init__(
-        self,
-        folder: Path | None,
-        iterations: tuple[int, int],
-        rank: int,
-        log: Callable[[str], None],
-    ) -> None:
-        """Create a profiler of this rank.
-
-        Args:
-            folder: The folder of the traces, or None if this rank writes none.
-            iterations: The first and the last iteration of the trace.
-            rank: This rank.
-            log: Prints a line of the log.
-        """
-        self._folder = folder
-        self._first, self._last = iterations
-        self._rank = rank
-        self._log = log
-        self._profile: profile | None = None
-        self._recorded: list[int] = []
+    folder: Path | None
+    """The folder of the traces, or None if this rank writes none."""
+    iterations: tuple[int, int]
+    """The first and the last iteration of the trace."""
+    rank: int
+    """This rank."""
+    log: Callable[[str], None]
+    """Prints a line of the log."""
+    _profile: "profile | None" = None
+    _recorded: list[int] = field(default_factory=list)
 
     def __enter__(self) -> "Profiler":
         """Return the profiler. It starts with the first iteration of the range."""
@@ -171,10 +162,11 @@ class Profiler:
     @contextmanager
     def record(self, iteration: int) -> Iterator[None]:
         """Profile the `with` block if `iteration` is in the range."""
-        if self._folder is None:
+        if self.folder is None:
             yield
             return
-        if not self._first <= iteration <= self._last:
+        first, last = self.iterations
+        if not first <= iteration <= last:
             # A skipped range of iterations may have passed the last one.
             self._stop(write=True)
             yield
@@ -185,12 +177,12 @@ class Profiler:
         with torch.profiler.record_function(f"ProfilerStep#{iteration}"):
             yield
         self._recorded.append(iteration)
-        if iteration == self._last:
+        if iteration == last:
             self._stop(write=True)
 
     def _stop(self, *, write: bool) -> None:
         """Stop the profiler if it runs, and write its trace if `write` is set."""
-        if self._profile is None or self._folder is None:
+        if self._profile is None or self.folder is None:
             return
         stopped = self._profile
         recorded = self._recorded
@@ -201,18 +193,16 @@ class Profiler:
             return
         span = f"{recorded[0]}-{recorded[-1]}"
         # TensorBoard's plugin finds files that end like this.
-        path = self._folder / f"iterations-{span}.rank-{self._rank}.pt.trace.json.gz"
+        path = self.folder / f"iterations-{span}.rank-{self.rank}.pt.trace.json.gz"
         try:
             stopped.stop()
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file_by(path, lambda file: _export(stopped, path.parent, file))
         # PyTorch raises RuntimeErrors.
         except (OSError, RuntimeError) as error:
-            self._log(
-                f"warning: the trace {path} could not be written: {error}; training continues"
-            )
+            self.log(f"warning: the trace {path} could not be written: {error}; training continues")
             return
-        self._log(f"rank {self._rank}: the trace of iterations {span} is in {path}")
+        self.log(f"rank {self.rank}: the trace of iterations {span} is in {path}")
 
 
 def _start() -> "profile":

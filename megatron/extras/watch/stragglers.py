@@ -11,6 +11,7 @@ single pause of a process is not reported.
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch.utils.hooks import RemovableHandle
 
@@ -23,24 +24,18 @@ MEASURED_STEPS = 10
 """Number of steps before a comparison that are measured."""
 
 
+@dataclass(eq=False)
 class StragglerWatch(RankComparison):
     """Measures this rank's blocks, and compares the times of all ranks."""
 
-    def __init__(
-        self, stages: Sequence[GPT], timer: BlockTimer, interval: int, factor: float
-    ) -> None:
-        """Create a watch without a measurement.
-
-        Args:
-            stages: This rank's stages.
-            timer: Measures their blocks.
-            interval: The value of `--straggler-interval`, above 0.
-            factor: The value of `--straggler-factor`.
-        """
-        self._stages = stages
-        self._timer = timer
-        self._interval = interval
-        self._factor = factor
+    _stages: Sequence[GPT]
+    """This rank's stages."""
+    _timer: BlockTimer
+    """Measures their blocks."""
+    _interval: int
+    """The value of `--straggler-interval`, above 0."""
+    _factor: float
+    """The value of `--straggler-factor`."""
 
     @contextmanager
     def measure(self, iteration: int) -> Iterator[None]:

@@ -113,10 +113,9 @@ def _explain_batch_sizes(
         fits = format_alternatives([n for n in (low, low + share) if n > 0])
         yield error(f"{context.describe('batch.global_batch_size')} {rule}; use {fits}.")
         return
+    name = "batch.step_batch_size_schedule"
     if config.batch.rampup_batch_size:
         name = "batch.rampup_batch_size"
-    else:
-        name = "batch.step_batch_size_schedule"
     # One message about the first size is enough. A ramp-up may have hundreds of sizes.
     first = f"{context.describe(name)}: batch size {bad[0]} {rule}"
     if resumed:

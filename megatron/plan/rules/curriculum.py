@@ -114,10 +114,9 @@ def warn_about_curriculum_end(context: PlanContext) -> Iterator[Finding]:
     tokens = batch.train_tokens - context.start.tokens
     end = curriculum.find_iteration_reaching(tokens, schedule.size, ahead[0], ahead[-1])
     if end is None:
+        length_flag = "batch.train_iters"
         if batch.train_samples is not None:
             length_flag = "batch.train_samples"
-        else:
-            length_flag = "batch.train_iters"
         yield warning(
             f"curriculum learning: {context.describe(length_flag)} ends the run "
             f"before {context.describe('batch.train_tokens')}, because short sequences have fewer "

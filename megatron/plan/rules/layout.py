@@ -258,10 +258,9 @@ def warn_about_pipeline(context: PlanContext) -> Iterator[Finding]:
     # ZeRO stage 1 communicates once a step. Higher stages do so for every microbatch, and there are
     # many in a pipeline.
     if data_parallel_size > 1 and sizes and parallel.zero_stage >= 2:
+        what = "reduces the gradients"
         if parallel.zero_stage == 3:
             what = "gathers the parameters again"
-        else:
-            what = "reduces the gradients"
         yield warning(
             f"{context.describe('parallel.zero_stage')} "
             f"with {context.describe('parallel.pipeline_model_parallel_size')} {what} for every "
@@ -283,14 +282,12 @@ def _warn_about_schedules(
     idle = [(size, schedule) for size, schedule in by_size if schedule.bubble > _IDLE_WORTH_WARNING]
     if idle:
         (first, schedule), (final, last) = idle[0], by_size[-1]
+        later = ""
         if final != first:
             later = f", and for {100 * last.bubble:.0f} % at batch size {final}"
-        else:
-            later = ""
+        advice = ""
         if last.bubble > _IDLE_WORTH_WARNING:
             advice = "; larger batches, smaller micro-batches or fewer stages shorten that"
-        else:
-            advice = ""
         yield warning(f"{schedule.describe(first)}{later}{advice}.")
     # Looped BFS is chosen where interleaved 1F1B is impossible. Its memory may exceed the device's.
     broken = [(size, schedule) for size, schedule in by_size if schedule.name == "looped BFS"]

@@ -159,7 +159,9 @@ CONFIG_RULES: tuple[Rule[ConfigWithOrigin], ...] = (
     ),
     OneOf(("checkpoint.require_load", "checkpoint.allow_fresh_start")),
     if_given(training.check_spike_guard_can_roll_back, "guard.spike_guard"),
-    training.check_spike_guard_sizes,
+    if_given(
+        training.check_spike_guard_sizes, "guard.spike_guard_min_steps", "guard.spike_guard_window"
+    ),
     if_given(numbers.check_bf16_moments, "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype"),
     OneOf(_DEEPSPEED_OPTIMIZERS),
     # The native engine (FSDP2) supports neither of them.

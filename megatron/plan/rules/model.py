@@ -177,7 +177,7 @@ def warn_about_shape(context: PlanContext) -> Iterator[Finding]:
     model = context.config.model
     h = model.hidden_size
     layers = model.num_layers
-    head = context.plan.head_dim
+    head = context.plan.shape.head_dim
     width = context.describe("model.hidden_size")
     if head % _HEAD_DIM_MULTIPLE:
         yield warning(

@@ -109,20 +109,15 @@ def warn_loss_scale_rounds(settings: ConfigWithOrigin) -> Iterator[Finding]:
 
 
 # Fields that divide or are divided by others. A value below 1 would end in a ZeroDivisionError, and
-# a very large one in an OverflowError.
+# a very large one in an OverflowError. 1 is a possible value of each.
 COUNTS = (
-    *("model.num_layers", "model.hidden_size", "model.num_attention_heads", "model.seq_length"),
-    *("model.ffn_hidden_size", "model.num_query_groups", "model.kv_channels"),
-    "model.max_position_embeddings",
+    *(
+        dotted
+        for dotted, field in all_fields().items()
+        if field.group in ("model", "parallel") and field.annotation is int
+        if field.range.contains(1) and not field.range.contains(0)
+    ),
     *("batch.micro_batch_size", "batch.global_batch_size"),
-    *("parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"),
-    *("parallel.context_parallel_size", "parallel.num_layers_per_virtual_pipeline_stage"),
-    *("parallel.hsdp_shard_size", "parallel.expert_model_parallel_size"),
-    *("model.moe_router_topk", "model.moe_ffn_hidden_size", "model.moe_router_num_groups"),
-    *("model.moe_router_group_topk", "model.moe_shared_expert_intermediate_size"),
-    *("model.q_lora_rank", "model.kv_lora_rank", "model.qk_head_dim", "model.v_head_dim"),
-    "model.qk_pos_emb_head_dim",
-    *("model.linear_num_key_heads", "model.linear_num_value_heads"),
     *("tokenizer.vocab_size", "tokenizer.pad_vocab_size_to"),
     "tokenizer.make_vocab_size_divisible_by",
     *("curriculum.curriculum_min_difficulty", "curriculum.curriculum_max_difficulty"),

@@ -173,10 +173,9 @@ def warn_ramp_by_iterations(settings: ConfigWithOrigin) -> Iterator[Finding]:
     The learning rate's schedule counts samples. It converts iterations with the final batch size.
     """
     batch = settings.config.batch
+    changing = "batch.step_batch_size_schedule"
     if batch.rampup_batch_size is not None:
         changing = "batch.rampup_batch_size"
-    else:
-        changing = "batch.step_batch_size_schedule"
     if batch.train_iters is not None and settings[changing] is not None:
         yield warning(
             f"{settings.describe(changing)} with {settings.describe('batch.train_iters')}: the "
@@ -199,13 +198,8 @@ def warn_warmup_tokens_with_curriculum(settings: ConfigWithOrigin) -> Iterator[F
 
 def has_no_warmup(config: Config) -> bool:
     """Return whether no length of a warm-up is given. A length of 0 is none."""
-    optimizer = config.optimizer
-    return not (
-        optimizer.lr_warmup_fraction
-        or optimizer.lr_warmup_iters
-        or optimizer.lr_warmup_samples
-        or optimizer.lr_warmup_tokens
-    )
+    units = ("fraction", "iters", "samples", "tokens")
+    return not any(getattr(config.optimizer, f"lr_warmup_{unit}") for unit in units)
 
 
 def warn_missing_warmup(context: PlanContext) -> Iterator[Finding]:

@@ -64,6 +64,9 @@ def name_lost_ranks(
     Without it, the others would only report that a collective has failed. See `build_roll_call`.
     """
     parallel = launch.config.parallel
+    # A single process has nobody to compare itself with, so it needs a number.
+    if ranks.group is None and parallel.hang_seconds is None:
+        return contextlib.nullcontext()
     saving = select_checkpoint_config(launch.config).save_folder
     return build_roll_call(
         ranks,

@@ -176,8 +176,7 @@ def join_ranks(
     ranks = Ranks(rank, grid.world_size, control, names)
     with build_roll_call(ranks, timeout_minutes) as roll_call:
         mesh = build_mesh(grid, chosen, timeout_minutes=timeout_minutes, control=control)
-        if roll_call is not None:
-            roll_call.use_names(mesh.names)
+        roll_call.use_names(mesh.names)
         yield mesh
     dist.destroy_process_group()
 

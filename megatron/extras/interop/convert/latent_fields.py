@@ -169,8 +169,8 @@ class DeepseekExperts:
         # Ours leaves a single weight as the score that it is.
         if topk < 2:
             raise ConfigError("a token that uses one expert has a weight of 1 in the class only")
-        # The class always adds up two.
-        if groups is not None and best is not None and topk // best != 2:
+        # The class always adds up two. If all groups may be used, their scores do not matter.
+        if best and groups != best and topk // best != 2:
             raise ConfigError(
                 f"a group is as good as its best {topk // best} experts here (--moe-router-topk / "
                 "--moe-router-group-topk), and as its best 2 in the class"

@@ -16,7 +16,7 @@ import numpy as np
 from megatron.base.plain_text import make_plain
 from megatron.extras.operations.chronicle.events import DescribedEvent
 from megatron.extras.operations.chronicle.goodput import list_launches
-from megatron.extras.operations.chronicle.history import Column, RunHistory
+from megatron.extras.operations.chronicle.history import LAYER_FIELDS, Column, RunHistory
 from megatron.extras.operations.chronicle.summary import list_skipped
 
 POINTS = 1500
@@ -53,15 +53,7 @@ _PANELS = {
     "expert_balancing_loss": "balancing loss of experts",
     "router_z_loss": "z-loss of routers",
     "router_entropy": "entropy of routers [nats]",
-    "layer_output_rms": "layers: root mean square of the output",
-    "layer_grad_norm": "layers: gradient norm",
-    "layer_params_norm": "layers: norm of the parameters",
-    "layer_attention_logit": "layers: largest attention logit",
-    **{
-        f"layer_fp8_{operand}_{what}": f"layers: share of {operand}s that {verb}"
-        for what, verb in (("flushed", "become zero in float8"), ("saturated", "float8 cuts off"))
-        for operand in ("input", "weight", "gradient")
-    },
+    **{name: f"layers: {title}" for name, title in LAYER_FIELDS.items()},
 }
 """Column of a panel -> its title."""
 _PERCENT = ("mfu", "goodput")
@@ -177,9 +169,7 @@ def build_charts(
         # A run that ended before its first iteration has no curves.
         if not len(history.kept):
             continue
-        prefix = ""
-        if is_compared:
-            prefix = f"{names[number]}: "
+        prefix = f"{names[number]}: " if is_compared else ""
         run = _Run(history, number, prefix)
         for panel in panels.values():
             panel.curves += run.list_curves(panel.key)

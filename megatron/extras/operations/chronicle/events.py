@@ -147,9 +147,7 @@ def list_rollbacks(history: RunHistory) -> list[Event]:
 def _read_iteration(pattern: re.Pattern[str], text: object) -> int | None:
     """Return the iteration that a text names at its beginning, or None."""
     found = pattern.match(str(text))
-    if found is None:
-        return None
-    return int(found[1])
+    return None if found is None else int(found[1])
 
 
 def describe_events(history: RunHistory) -> list[DescribedEvent]:

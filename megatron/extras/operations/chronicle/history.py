@@ -20,19 +20,18 @@ from numpy.typing import NDArray
 
 from megatron.base.errors import DataError
 from megatron.base.outside_file import iterate_lines
-from megatron.extras.operations.chronicle.predicted_loss import (
-    PredictedLoss,
-    list_departures,
-    read_predicted_loss,
-)
 from megatron.extras.operations.chronicle.records import (
     EnergyUse,
     EvaluationPoint,
     Event,
+    PredictedLoss,
     iterate_objects,
+    list_departures,
     parse_time,
     read_energy,
     read_events,
+    read_objects,
+    read_predicted_loss,
 )
 from megatron.extras.operations.rollback.execution import INTERVENTIONS
 from megatron.extras.operations.rollback.rollback_plan import ROLLED_BACK
@@ -66,18 +65,18 @@ FIELDS = (
 )
 """Fields of the metrics file that are read, in its units."""
 
-LAYER_FIELDS = (
-    "layer_output_rms",
-    "layer_grad_norm",
-    "layer_params_norm",
-    "layer_attention_logit",
-    *(
-        f"layer_fp8_{operand}_{what}"
-        for what in ("flushed", "saturated")
+LAYER_FIELDS = {
+    "layer_output_rms": "root mean square of the output",
+    "layer_grad_norm": "gradient norm",
+    "layer_params_norm": "norm of the parameters",
+    "layer_attention_logit": "largest attention logit",
+    **{
+        f"layer_fp8_{operand}_{what}": f"share of {operand}s that {verb}"
+        for what, verb in (("flushed", "become zero in float8"), ("saturated", "float8 cuts off"))
         for operand in ("input", "weight", "gradient")
-    ),
-)
-"""Fields with a number for each layer. Only some iterations have them."""
+    },
+}
+"""Fields with a number for each layer -> what it is. Only some iterations have them."""
 
 # As the watchdog names them. Its module imports torch, which an operator's tools do without.
 _VERDICTS = "hangs/*/verdict.txt"
@@ -179,10 +178,7 @@ class _MetricsReader:
             if kind not in ("start", "train"):
                 continue
             # A start at an iteration, or an iteration that comes again, undoes all later ones.
-            if kind == "start":
-                keep = iteration
-            else:
-                keep = iteration - 1
+            keep = iteration - (kind == "train")
             if keep < last:
                 self._undo(keep, present, first_evaluation)
             if kind == "start":
@@ -274,7 +270,7 @@ def read_history(folder: Path, *, metrics_bytes: int | None = None) -> RunHistor
         raise DataError(
             f"{folder} has no metrics.jsonl and no {CHRONICLE}; give the --save folder of a run"
         )
-    interventions = list(_iterate_interventions(folder / INTERVENTIONS, reader.damaged))
+    interventions = read_objects(folder / INTERVENTIONS, reader.damaged)
     # The parts that rollbacks removed come first, because they are older than the present file.
     for record in interventions:
         for part in _list_removed_parts(folder, record, "metrics"):
@@ -364,9 +360,7 @@ def _read_setting(event: Event, flag: str) -> str | None:
         value = json.loads(settings.get(flag, "null"))
     except (TypeError, ValueError):
         return None
-    if isinstance(value, str):
-        return value
-    return None
+    return value if isinstance(value, str) else None
 
 
 def find_metrics_file(folder: Path, events: list[Event]) -> Path:
@@ -378,14 +372,6 @@ def find_metrics_file(folder: Path, events: list[Event]) -> Path:
                 return Path(given)
             break
     return folder / "metrics.jsonl"
-
-
-def _iterate_interventions(path: Path, damaged: list[str]) -> Iterator[dict[str, Any]]:
-    if not path.exists():
-        return
-    for record in iterate_objects(path, iterate_lines(path), damaged):
-        if record:
-            yield record
 
 
 def _list_removed_parts(folder: Path, record: dict[str, Any], kind: str) -> Iterator[Path]:

@@ -1,19 +1,23 @@
-"""The events of a run, read from its chronicle, and its energy, read from a table of codecarbon.
+"""What a run's folder records beside its metrics: events, energy, and the loss that was foretold.
 
-`megatron.observe.chronicle` writes the events.
+Events are read from the chronicle, which `megatron.observe.chronicle` writes, and energy from a
+table of codecarbon. A ladder of small runs foretells the loss.
 """
 
 import csv
+import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron.base.outside_file import iterate_lines, parse_json
+from megatron.base.durable import replace_file
+from megatron.base.errors import DataError
+from megatron.base.outside_file import iterate_lines, load_json, parse_json
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,21 @@ def read_events(path: Path, damaged: list[str] | None = None) -> list[Event]:
     Raises:
         OSError: The file cannot be read.
     """
+    found = map(parse_event, read_objects(path, damaged))
+    return [event for event in found if event is not None]
+
+
+def read_objects(path: Path, damaged: list[str] | None = None) -> list[dict[str, Any]]:
+    """Return the JSON objects in the lines of a file, without empty ones. See `iterate_objects`.
+
+    The list is empty if the file does not exist.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
     if not path.exists():
         return []
-    objects = iterate_objects(path, iterate_lines(path), damaged)
-    found = [parse_event(record) for record in objects]
-    return [event for event in found if event is not None]
+    return [record for record in iterate_objects(path, iterate_lines(path), damaged) if record]
 
 
 def iterate_objects(
@@ -94,9 +108,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
             record = parse_json(line)
     except (ValueError, OverflowError):
         return {}
-    if isinstance(record, dict):
-        return record
-    return {}
+    return record if isinstance(record, dict) else {}
 
 
 _LONG_NUMBER = re.compile(rb"\d{300}")
@@ -200,3 +212,72 @@ def _iterate_rows(path: Path) -> Iterator[tuple[float, str, float, float]]:
             continue
         if np.isfinite(energy) and np.isfinite(carbon):
             yield time, launch, energy, carbon
+
+
+PREDICTED_LOSS = "predicted_loss.json"
+
+
+@dataclass(frozen=True)
+class PredictedLoss:
+    """The validation loss at the end of a run."""
+
+    iteration: int
+    """The last iteration of the run."""
+    loss: float
+    low: float
+    high: float
+    """The loss is between `low` and `high` with a probability of 95 %."""
+
+
+def write_predicted_loss(folder: Path, predicted: PredictedLoss) -> None:
+    """Write a prediction into the folder of a run, which may not have started."""
+    # A prediction is made before the run, which creates the folder otherwise.
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(folder / PREDICTED_LOSS, json.dumps(asdict(predicted)) + "\n")
+
+
+def read_predicted_loss(folder: Path) -> PredictedLoss | None:
+    """Return the prediction in the folder of a run, or None.
+
+    Raises:
+        DataError: The file is damaged.
+    """
+    path = folder / PREDICTED_LOSS
+    if not path.is_file():
+        return None
+    try:
+        found = load_json(path)
+        numbers = (float(found[name]) for name in ("loss", "low", "high"))
+        return PredictedLoss(int(found["iteration"]), *numbers)
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} is damaged ({error!r}): write it again with ladder.py predict --run, or "
+            "remove it."
+        ) from error
+
+
+def list_departures(
+    predicted: PredictedLoss | None, evaluations: Sequence[EvaluationPoint]
+) -> Iterator[Event]:
+    """Yield an event for the first evaluation of each set that leaves the range.
+
+    The law is that of complete runs. So a loss above the range counts only at the end, and one
+    below it at any time.
+    """
+    if predicted is None:
+        return
+    seen: set[str] = set()
+    for each in evaluations:
+        side = "below" if each.loss < predicted.low else "above"
+        inside = predicted.low <= each.loss <= predicted.high
+        early = each.iteration < predicted.iteration and side == "above"
+        if inside or early or each.name in seen or not each.kept:
+            continue
+        # All later evaluations would say the same.
+        seen.add(each.name)
+        text = (
+            f"the loss of {each.name} is {each.loss:.4f}, {side} the predicted range of "
+            f"{predicted.low:.4f} to {predicted.high:.4f} for iteration {predicted.iteration:,}"
+        )
+        time = datetime.fromtimestamp(each.time, UTC)
+        yield Event(time, "prediction", each.iteration, {"text": text})

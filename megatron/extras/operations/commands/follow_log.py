@@ -15,8 +15,10 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import BinaryIO
 
 import tyro
@@ -77,10 +79,7 @@ class Follower:
         if commit == self._commit:
             return LogUpdate()
         # `_commit` is set last. If a download raises, the next look repeats the work.
-        if self._commit is None:
-            news = self._read_first(commit)
-        else:
-            news = self._read_new(commit)
+        news = self._read_first(commit) if self._commit is None else self._read_new(commit)
         self._commit = commit
         return news
 
@@ -91,7 +90,7 @@ class Follower:
         opened = None
         # A log may have hundreds of parts. Read backwards, and stop when there are enough lines.
         for number in range(len(oids) - 1, -1, -1):
-            part = self.hub.download_file(commit, format_part_name(self.path, number))
+            part = self._download(commit, number)
             if opened is None:
                 opened = part
             data = part + data
@@ -101,6 +100,9 @@ class Follower:
         self._oids = oids
         self._open = opened or b""
         return LogUpdate(_take_last_lines(data, self.lines))
+
+    def _download(self, commit: str, number: int) -> bytes:
+        return self.hub.download_file(commit, format_part_name(self.path, number))
 
     def _list_oids(self, commit: str) -> list[str]:
         """Return the Hub's ids of all parts of the log.
@@ -138,21 +140,14 @@ class Follower:
         if not now:
             return self._resume_after_cut(commit)
         # If the last part is unchanged, only the parts after it are downloaded.
-        if now[0] == self._oids[last]:
-            fresh = [
-                self.hub.download_file(commit, format_part_name(self.path, last + 1 + number))
-                for number in range(len(now) - 1)
-            ]
-            data = b"".join(fresh)
-        else:
-            fresh = [
-                self.hub.download_file(commit, format_part_name(self.path, last + number))
-                for number in range(len(now))
-            ]
+        same = now[0] == self._oids[last]
+        fresh = [self._download(commit, last + number) for number in range(same, len(now))]
+        data = b"".join(fresh)
+        if not same:
             # A log that only grew still begins with what was read.
             if not fresh[0].startswith(self._open):
                 return self._resume_after_cut(commit)
-            data = b"".join(fresh)[len(self._open) :]
+            data = data[len(self._open) :]
         self._oids[last:] = now
         if fresh:
             self._open = fresh[-1]
@@ -168,7 +163,7 @@ class Follower:
                 format_part_name(self.path, first + len(oids) + number) for number in range(asked)
             ]
             found = self.hub.fetch_oids(commit, names)
-            more = _take_until_gap([found.get(name) for name in names])
+            more = [found[name] for name in takewhile(found.__contains__, names)]
             oids += more
             if len(more) < asked:
                 return oids
@@ -184,44 +179,19 @@ class Follower:
         same = 0
         while same < min(len(oids), len(self._oids)) and oids[same] == self._oids[same]:
             same += 1
-        fresh = [
-            self.hub.download_file(commit, format_part_name(self.path, number))
-            for number in range(same, len(oids))
-        ]
+        fresh = [self._download(commit, number) for number in range(same, len(oids))]
         data = b"".join(fresh)
         if same == len(self._oids) - 1:
             data = data[_count_common_bytes(data, self._open) :]
-        if same < len(oids):
-            where = f"part {same}"
-        else:
-            where = f"the end of part {same - 1}"
+        where = f"part {same}" if fresh else f"the end of part {same - 1}"
         self._oids = oids
-        if fresh:
-            self._open = fresh[-1]
-        else:
-            self._open = self.hub.download_file(commit, format_part_name(self.path, len(oids) - 1))
+        self._open = fresh[-1] if fresh else self._download(commit, len(oids) - 1)
         return LogUpdate(data, f"{self.path} was truncated (a rollback?); it continues in {where}")
-
-
-def _take_until_gap(oids: list[str | None]) -> list[str]:
-    """Return the ids before the first None."""
-    return list(_iterate_until_gap(oids))
-
-
-def _iterate_until_gap(oids: list[str | None]) -> Iterator[str]:
-    """Yield the ids before the first None."""
-    for oid in oids:
-        if oid is None:
-            return
-        yield oid
 
 
 def _take_last_lines(data: bytes, lines: int) -> bytes:
     """Return the last `lines` lines."""
-    # Without the condition, a slice from -0 would be all lines.
-    if lines:
-        return b"".join(data.splitlines(keepends=True)[-lines:])
-    return b""
+    return b"".join(deque(data.splitlines(keepends=True), maxlen=lines))
 
 
 def _count_common_bytes(one: bytes, other: bytes) -> int:

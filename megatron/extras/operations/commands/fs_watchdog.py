@@ -109,10 +109,7 @@ class Gauge:
     def describe(self) -> str:
         """Return what is used, of how much, and the percentage."""
         # Some file systems report a size of 0, for example /proc.
-        if self.full:
-            part = f" ({100 * self.used / self.full:.1f} %)"
-        else:
-            part = ""
+        part = f" ({100 * self.used / self.full:.1f} %)" if self.full else ""
         return f"{self.format_amount(self.used)} of {self.format_amount(self.full)}{part}"
 
 
@@ -455,12 +452,10 @@ def _check_run(run: Path, rooms: Mapping[Path, int], report: CheckFindings) -> N
     more = room // max(1, size)
     report.pulses.append(f"{text}; room for {more:,} more")
     if more < _CHECKPOINTS_OF_ROOM:
-        rule = (
-            f"room for {more} more checkpoints of {format_bytes(size)} ({format_bytes(room)} free)"
-        )
         report.add_alert(
             f"{kind} room",
-            f"{run}: {rule}; make room, or keep fewer with --keep-latest-checkpoints",
+            f"{run}: room for {more} more checkpoints of {format_bytes(size)} "
+            f"({format_bytes(room)} free); make room, or keep fewer with --keep-latest-checkpoints",
         )
 
 

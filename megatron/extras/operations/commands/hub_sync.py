@@ -116,27 +116,24 @@ def sync(given: HubSync) -> int:
         )
     # A dry run only reads. A public repository can be read without a token.
     hub = Hub(given.repo, timeout_seconds=given.timeout, log=warn, must_write=not given.dry_run)
-    patience = RetryPolicy(given.patience, warn)
     request = SyncRequest(
-        given.folder, given.patterns, state, given.create, given.private, given.dry_run
+        hub,
+        RetryPolicy(given.patience, warn),
+        log,
+        warn,
+        given.folder,
+        given.patterns,
+        state,
+        given.create,
+        given.private,
+        given.dry_run,
     )
     # Two syncs of one folder would overwrite each other's state file and send files twice.
     with hold_sync_lock(state, warn):
-        if given.patterns:
-            outcome = FolderSync(request, hub, patience, log=log, warn=warn).run()
-        else:
-            outcome = SyncResult()
+        outcome = FolderSync(request).run() if given.patterns else SyncResult()
         if given.checkpoints is not None:
             # Checkpoints are large, so they come after the logs that people watch.
-            outcome.left_out += push_checkpoints(
-                given.checkpoints,
-                given.every,
-                request,
-                hub,
-                patience,
-                log=log,
-                warn=warn,
-            )
+            outcome.left_out += push_checkpoints(request, given.checkpoints, given.every)
     if not given.dry_run:
         if outcome.commits:
             size = format_bytes(outcome.added_bytes)

@@ -57,10 +57,7 @@ def _check(options: NodeCheckArguments) -> int:
             write(options.report, report)
 
     def give_up() -> None:
-        if last:
-            findings = last[-1].format_line()
-        else:
-            findings = "no part of the check has ended"
+        findings = last[-1].format_line() if last else "no part of the check has ended"
         print_line(f"{findings}; not done after {options.seconds:g} s")
         # A thread that hangs in a driver ignores signals and exceptions. Only `_exit` ends the
         # process.

@@ -23,7 +23,7 @@ from megatron.base.errors import MegatronError
 from megatron.base.plain_text import print_line, print_to_stderr
 from megatron.console.parse import parse_arguments
 from megatron.extras.object_store.objects import find_address
-from megatron.extras.operations.rollback.execution import roll_back, roll_back_within_run
+from megatron.extras.operations.rollback.execution import roll_back, roll_back_address
 from megatron.extras.operations.rollback.rollback_plan import RollbackRequest
 
 
@@ -44,7 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         address = find_address(given.run_folder)
         if address is not None:
-            roll_back_address(address, given)
+            request = given.request.make_absolute()
+            roll_back_address(address, lambda _: request, print_line, dry_run=given.dry_run)
             return 0
         # An interrupted rollback is finished by the same command, perhaps from another folder.
         run = Path(os.path.realpath(given.run_folder))
@@ -61,28 +62,6 @@ def main(argv: list[str] | None = None) -> int:
         print_to_stderr(f"error: {error}; fix that, and give the same command again")
         return exit_codes.USER_ERROR
     return 0
-
-
-def roll_back_address(address: str, given: RollbackArguments) -> None:
-    """Roll back a run on an object store. One write makes it visible.
-
-    Raises:
-        MegatronError: The rollback is not allowed or failed. Nothing has changed then.
-    """
-    # It imports torch, which a rollback of a folder does not need.
-    from megatron.extras.object_store.addresses import open_for_change
-
-    with open_for_change(address, print_line, dry_run=given.dry_run) as (root, lease):
-        mirror = str(root)
-
-        def log(line: str) -> None:
-            print_line(line.replace(mirror, address))
-
-        request = given.request.make_absolute()
-        if lease is None:
-            roll_back(root, request, log, dry_run=True)
-        else:
-            roll_back_within_run(root, request, lease, log)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,13 @@ Invariant: nothing is written. The steps belong to the lineage of the checkpoint
 has undone is never compared.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import OperationsError
-from megatron.base.outside_file import iterate_lines
+from megatron.base.outside_file import INDEX_BYTES, check_regular, iterate_lines
 from megatron.checkpoint.folder import find_stored_folder, list_saved_iterations, read_pointer
 from megatron.checkpoint.lineage import find_lineage_before
 from megatron.checkpoint.manifest import CONFIG, Manifest, read_checked_text, read_manifest
@@ -24,6 +24,21 @@ from megatron.observe.metrics import read_metrics
 
 Step = Mapping[str, Any]
 """The numbers of an iteration, by their key in the metrics file."""
+_TAGS = {
+    "lm loss": "lm_loss",
+    "learning-rate": "learning_rate",
+    "grad-norm": "grad_norm",
+    "params-norm": "params_norm",
+    "loss-scale": "loss_scale",
+    "batch-size": "global_batch_size",
+    "curriculum_seqlen": "curriculum_seqlen",
+}
+"""Tag of Megatron's TensorBoard events, without its folder -> key in the metrics file.
+
+The step of these tags is the iteration.
+"""
+_TAG_OF_SAMPLES = "learning-rate vs samples"
+"""A tag that follows `learning-rate`, and has the consumed samples as its step."""
 
 
 class TooFewStepsError(Exception):
@@ -106,12 +121,48 @@ def read_recorded(path: Path) -> dict[int, Step]:
 
 
 def _read_foreign_log(path: Path) -> dict[int, Step]:
-    """Read the steps of Megatron's log lines. A later line of an iteration replaces the first."""
-    parsed = (parse_log_line(line.decode(errors="replace")) for line in iterate_lines(path))
-    steps: dict[int, Step] = {int(step["iteration"]): step for step in parsed if step is not None}
+    """Read Megatron's log lines, or a TensorBoard event file, or a folder of such files."""
+    files = [path]
+    if path.is_dir():
+        # The name of a file begins with the time of its launch.
+        files = sorted(path.glob("*tfevents*"))
+    steps: dict[int, Step] = {}
+    for file in files:
+        read = _iterate_events if "tfevents" in file.name else _iterate_log_lines
+        for iteration, found in read(file):
+            # A launch that goes back undoes the iterations that follow.
+            if iteration < next(reversed(steps), 0):
+                steps = {at: step for at, step in steps.items() if at < iteration}
+            steps[iteration] = {**steps.get(iteration, {}), **found}
     if not steps:
-        raise OperationsError(f"--log {path} has no line of Megatron about an iteration")
+        raise OperationsError(f"--log {path} has no line or TensorBoard event of Megatron's steps")
     return steps
+
+
+def _iterate_log_lines(path: Path) -> Iterator[tuple[int, Step]]:
+    parsed = (parse_log_line(line.decode(errors="replace")) for line in iterate_lines(path))
+    return ((int(step["iteration"]), step) for step in parsed if step is not None)
+
+
+def _iterate_events(path: Path) -> Iterator[tuple[int, Step]]:
+    # The import takes a second, and only event files need it.
+    from google.protobuf.message import DecodeError
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    check_regular(path, INDEX_BYTES)
+    iteration: int | None = None
+    try:
+        # It ends at the first damaged record.
+        for event in LegacyEventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                tag = value.tag.rpartition("/")[2]
+                if tag in _TAGS and value.HasField("simple_value"):
+                    iteration = event.step
+                    yield iteration, {_TAGS[tag]: value.simple_value}
+                elif tag == _TAG_OF_SAMPLES and iteration is not None:
+                    yield iteration, {"consumed_samples": event.step}
+    except DecodeError as error:
+        raise OperationsError(f"--log {path} is damaged: {error}") from error
 
 
 def _read_lineage(root: Path) -> dict[int, Manifest]:
@@ -157,7 +208,8 @@ def _find_gap(
     step = found[min(found)]
     consumed, batch = step.get("consumed_samples", 0), step.get("global_batch_size", 0)
     expected = manifest.state.get("consumed_samples")
-    if min(found) == first and consumed and consumed - batch != expected:
+    # Another trainer's log may have one of both only.
+    if min(found) == first and consumed and batch and consumed - batch != expected:
         raise OperationsError(
             f"iteration {first} of the record ends at sample {consumed} with a batch of {batch}, "
             f"but global_step{manifest.iteration} has consumed {expected}: the record belongs to "

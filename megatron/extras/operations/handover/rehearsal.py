@@ -1,17 +1,21 @@
 """Recorded steps that are trained again by another command, in a scratch folder.
 
 Invariants: the training writes to the scratch folder alone, which is in memory if the host has such
-a file system. A process of its own removes the folder when this one ends, even if it is killed.
+a file system. A process of its own removes the folder when this one ends, even if it is killed. If
+both are killed, the next rehearsal on the host removes the folder from memory.
 """
 
 import contextlib
+import fcntl
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -132,6 +136,21 @@ def link_index_caches(data: DataConfig, folder: Path) -> None:
                 (folder / path.name).symlink_to(path.absolute())
 
 
+def _remove_left(parent: Path) -> None:
+    """Remove the folders of rehearsals all of whose processes were killed at the same time."""
+    for folder in parent.glob("handover-*"):
+        # It may be another user's, or be in use.
+        with contextlib.suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # One that was just created may not be locked yet.
+                if os.fstat(descriptor).st_mtime < time.time() - 60:
+                    shutil.rmtree(folder)
+            finally:
+                os.close(descriptor)
+
+
 class ScratchFolder:
     """A folder that is removed when this process ends, with the command that uses it."""
 
@@ -146,6 +165,7 @@ class ScratchFolder:
             # A file system in memory, on Linux.
             if os.access("/dev/shm", os.W_OK):
                 parent = Path("/dev/shm")
+            _remove_left(parent)
         self.path = parent.absolute() / f"handover-{uuid.uuid4().hex}"
         # What removes the folder comes first, so that no kill leaves it.
         self._remover = subprocess.Popen(
@@ -158,6 +178,10 @@ class ScratchFolder:
             text=True,
         )
         self.path.mkdir(mode=0o700)
+        # Another start leaves it alone while it is locked.
+        self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
 
     def __enter__(self) -> "ScratchFolder":
         """Return itself."""
@@ -168,6 +192,7 @@ class ScratchFolder:
         assert self._remover.stdin is not None, "it was opened with a pipe"
         self._remover.stdin.close()
         self._remover.wait()
+        os.close(self._descriptor)
 
     def run(self, command: Sequence[str], limit: float | None) -> tuple[int | None, list[str]]:
         """Run a command, and pass its output on to standard error.

@@ -36,23 +36,32 @@ class AnswerTooLongError(Exception):
     """An answer breaks a bound of bytes, place, time or compression. Asking again has no use."""
 
 
-def run_limited(request: Callable[[], Result]) -> Result:
-    """Return the result of a request.
+def run_in_thread(work: Callable[[], Result], seconds: float, name: str = "request") -> Result:
+    """Return the result of a function that a daemon thread runs.
 
     Raises:
         TimeoutError: It takes too long. Its thread is left behind, and ends with the process.
     """
     future: Future[Result] = Future()
 
-    def work() -> None:
+    def run() -> None:
         try:
-            future.set_result(request())
+            future.set_result(work())
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=work, name="request", daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future.result(seconds)
+
+
+def run_limited(request: Callable[[], Result]) -> Result:
+    """Return the result of a request to a web server.
+
+    Raises:
+        TimeoutError: See `run_in_thread`.
+    """
     try:
-        return future.result(REQUEST_SECONDS)
+        return run_in_thread(request, REQUEST_SECONDS)
     # Of fsspec or of this call. Both have no text.
     except TimeoutError:
         raise TimeoutError(

@@ -19,18 +19,11 @@ from megatron.checkpoint.manifest import MANIFEST, Manifest, check_size, read_ma
 from megatron.extras.operations.hub.client import (
     Hub,
     HubUnavailableError,
-    RetryPolicy,
-    Say,
     UnknownRepositoryError,
 )
 from megatron.extras.operations.hub.inside import OutsideError, open_inside, real_name
-from megatron.extras.operations.hub.push import (
-    IN_MEMORY_BYTES,
-    SyncRequest,
-    create_missing_repository,
-    goes_on_without_hub,
-)
-from megatron.extras.operations.hub.queue import SyncState, digest, read_state
+from megatron.extras.operations.hub.push import IN_MEMORY_BYTES, SyncRequest
+from megatron.extras.operations.hub.queue import SyncState, digest
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
@@ -45,26 +38,13 @@ class FinishedCheckpoint:
     manifest: Manifest
 
 
-def push_checkpoints(
-    run: Path,
-    every: int,
-    request: SyncRequest,
-    hub: Hub,
-    patience: RetryPolicy,
-    *,
-    log: Say,
-    warn: Say,
-) -> list[str]:
+def push_checkpoints(request: SyncRequest, run: Path, every: int) -> list[str]:
     """Push the finished checkpoints of a run, the oldest first.
 
     Args:
+        request: Arguments of the sync. Its state lists the checkpoints that are on the Hub.
         run: The run's `--save` folder.
         every: Push the checkpoints whose iteration is a multiple of this.
-        request: Arguments of the sync. Its state lists the checkpoints that are on the Hub.
-        hub: The repository.
-        patience: When to stop if the Hub does not answer.
-        log: Receives one line for each checkpoint.
-        warn: Receives one line for each checkpoint that is left out.
 
     Returns:
         One line for each checkpoint that was left out.
@@ -78,18 +58,18 @@ def push_checkpoints(
             f"--checkpoints {run} is not a folder; give the run's --save folder, which has "
             "global_step... folders"
         )
-    state = read_state(request.state, f"{hub.host}/{hub.repo}", warn)
+    state = request.read_state()
     left_out: list[str] = []
     branches: Collection[str] | None = None
-    for iteration in (
-        iteration for iteration in list_saved_iterations(run) if iteration % every == 0
-    ):
+    for iteration in list_saved_iterations(run):
+        if iteration % every:
+            continue
         try:
             checkpoint = _open_finished(run, iteration)
             # One listing serves all checkpoints. It is made late, so that a run without finished
             # checkpoints needs no Hub.
             if branches is None:
-                branches = _list_branches(request, state, hub, patience, log=log, warn=warn)
+                branches = _list_branches(request, state)
             # The state alone is not enough. Somebody may have deleted the branch on the Hub.
             if (
                 checkpoint.branch in branches
@@ -97,21 +77,19 @@ def push_checkpoints(
             ):
                 continue
             if request.dry_run:
-                log(
+                request.log(
                     f"would send {checkpoint.branch} ({checkpoint.manifest.bytes} bytes) to its "
                     "own branch, unless that branch has it already"
                 )
                 continue
-            _push(checkpoint, state, hub, patience, log)
+            _push(checkpoint, state, request)
             # Written after each checkpoint. A push of terabytes may be interrupted before the next.
             state.write(request.state)
         # One bad checkpoint does not keep the others from the Hub.
-        except OutsideError as error:
-            left_out.append(f"global_step{iteration} is left out: {error.strerror}")
-            warn(left_out[-1])
-        except (CheckpointError, FileNotFoundError) as error:
-            left_out.append(f"global_step{iteration} is left out: {error}")
-            warn(left_out[-1])
+        except (CheckpointError, FileNotFoundError, OutsideError) as error:
+            reason = error.strerror if isinstance(error, OutsideError) else error
+            left_out.append(f"global_step{iteration} is left out: {reason}")
+            request.warn(left_out[-1])
     return left_out
 
 
@@ -137,15 +115,7 @@ def _open_finished(run: Path, iteration: int) -> FinishedCheckpoint:
     return FinishedCheckpoint(f"global_step{iteration}", folder, manifest)
 
 
-def _list_branches(
-    request: SyncRequest,
-    state: SyncState,
-    hub: Hub,
-    patience: RetryPolicy,
-    *,
-    log: Say,
-    warn: Say,
-) -> Collection[str]:
+def _list_branches(request: SyncRequest, state: SyncState) -> Collection[str]:
     """Return the names of the branches, and wait while the Hub is unavailable.
 
     A missing repository is created if the request allows it. A dry run that cannot ask the Hub
@@ -154,42 +124,35 @@ def _list_branches(
     created = False
     while True:
         try:
-            return hub.list_branches().keys()
-        except UnknownRepositoryError as error:
-            if created:
+            return request.hub.list_branches().keys()
+        except (UnknownRepositoryError, HubUnavailableError) as trouble:
+            if created and isinstance(trouble, UnknownRepositoryError):
                 raise
-            if goes_on_without_hub(request, hub, error):
-                return _list_sent_branches(state, error, warn)
+            if request.goes_on_without_hub(trouble):
+                request.warn(
+                    f"{trouble}; the checkpoints are compared with the state of the last sync, and "
+                    "not with the Hub"
+                )
+                return state.checkpoints.keys()
+            if isinstance(trouble, HubUnavailableError):
+                request.patience.wait(trouble)
+                continue
             # A dry run with patterns has reported it already.
             if request.create and request.dry_run and request.patterns:
                 return ()
-            if not create_missing_repository(request, hub, error, log):
+            if not request.create_missing_repository(trouble):
                 return ()
             created = True
-        except HubUnavailableError as trouble:
-            if goes_on_without_hub(request, hub, trouble):
-                return _list_sent_branches(state, trouble, warn)
-            patience.wait(trouble)
 
 
-def _list_sent_branches(state: SyncState, trouble: OperationsError, warn: Say) -> Collection[str]:
-    """Return the branches that earlier syncs have sent, because the Hub cannot be asked."""
-    warn(
-        f"{trouble}; the checkpoints are compared with the state of the last sync, and not with "
-        "the Hub"
-    )
-    return state.checkpoints.keys()
-
-
-def _push(
-    checkpoint: FinishedCheckpoint, state: SyncState, hub: Hub, patience: RetryPolicy, log: Say
-) -> None:
+def _push(checkpoint: FinishedCheckpoint, state: SyncState, request: SyncRequest) -> None:
     """Push one checkpoint to its branch, unless the branch holds it already.
 
     Raises:
         CheckpointError: The checkpoint was replaced during the push.
         OperationsError: The Hub refuses, or its .gitignore excludes a file.
     """
+    hub = request.hub
     branch = checkpoint.branch
     manifest = checkpoint.manifest
     contents = _CheckpointFiles(checkpoint.folder)
@@ -199,15 +162,9 @@ def _push(
                 # The branch is listed again in each attempt. The last commit may have succeeded
                 # although its answer was lost.
                 branches = hub.list_branches()
-                if branch in branches:
-                    remote = hub.list_files(branches[branch])
-                else:
-                    remote = {}
-                if (
-                    digest(checkpoint.folder / MANIFEST, rotated=False)
-                    .blobs[0]
-                    .has(remote.get(MANIFEST))
-                ):
+                remote = hub.list_files(branches[branch]) if branch in branches else {}
+                (blob,) = digest(checkpoint.folder / MANIFEST, rotated=False).blobs
+                if blob.has(remote.get(MANIFEST)):
                     break
                 # The parent of the commit below is the new branch's commit, so list it again.
                 if branch not in branches:
@@ -220,7 +177,7 @@ def _push(
                             "change the .gitignore there"
                         )
                     contents.release(name)
-                    patience.note_progress()
+                    request.patience.note_progress()
                 # A rollback may save this iteration again while files are sent. The commit would
                 # then mix files of two checkpoints.
                 if read_manifest(checkpoint.folder).digest != manifest.digest:
@@ -229,10 +186,12 @@ def _push(
                         "the new one"
                     )
                 _commit(hub, checkpoint, branches[branch], contents.additions, remote)
-                log(f"sent {branch} ({format_bytes(manifest.bytes)}) to the branch {branch}")
+                request.log(
+                    f"sent {branch} ({format_bytes(manifest.bytes)}) to the branch {branch}"
+                )
                 break
             except HubUnavailableError as trouble:
-                patience.wait(trouble)
+                request.patience.wait(trouble)
     state.checkpoints[branch] = manifest.digest
 
 
@@ -313,10 +272,7 @@ def _commit(
     names = {addition.path_in_repo for addition in additions}
     # Without a manifest no checkpoint was ever committed here. What the branch holds came with the
     # repository's first commit, and stays.
-    if MANIFEST in remote:
-        stale = sorted(remote.keys() - names)
-    else:
-        stale = []
+    stale = sorted(remote.keys() - names) if MANIFEST in remote else []
     operations: list[CommitOperationAdd | CommitOperationDelete] = [*additions]
     # The Hub writes .gitattributes itself. Large files need it.
     operations += [

@@ -16,8 +16,9 @@ import random
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
@@ -56,15 +57,15 @@ class UnknownRepositoryError(OperationsError):
     """The token sees no repository of this name."""
 
 
+@dataclass
 class RetryPolicy:
-    """Exponential backoff with jitter, until `seconds` have passed without progress."""
+    """Exponential backoff with jitter, until some seconds have passed without progress."""
 
-    def __init__(self, seconds: float, log: Say) -> None:
-        """Allow `seconds` without progress, and report each pause through `log`."""
-        self._seconds = seconds
-        self._log = log
-        self._since: float | None = None
-        self._tries = 0
+    _seconds: float
+    _log: Say
+    """Receives a line for each pause."""
+    _since: float | None = None
+    _tries: int = 0
 
     def note_progress(self) -> None:
         """Reset the time limit and the length of the pauses, because a request worked."""
@@ -180,24 +181,19 @@ class Hub:
             commit: Commit to list.
             folder: List only this folder, without its subfolders. None lists the repository.
         """
-        from huggingface_hub.hf_api import RepoFile
-
         with self._translate_errors():
             tree = self.api.list_repo_tree(
                 self.repo, folder, recursive=folder is None, revision=commit
             )
-            return {entry.path: get_oid(entry) for entry in tree if isinstance(entry, RepoFile)}
+            return _read_oids(tree)
 
     def fetch_oids(self, commit: str, paths: Sequence[str]) -> dict[str, str]:
         """Return those of `paths` that exist at a commit, path -> `get_oid`.
 
         The Hub takes at most 1,000 paths in one request.
         """
-        from huggingface_hub.hf_api import RepoFile
-
         with self._translate_errors():
-            found = self.api.get_paths_info(self.repo, list(paths), revision=commit)
-            return {entry.path: get_oid(entry) for entry in found if isinstance(entry, RepoFile)}
+            return _read_oids(self.api.get_paths_info(self.repo, list(paths), revision=commit))
 
     def download_file(self, commit: str, path: str) -> bytes:
         """Return the content of a small file."""
@@ -324,10 +320,9 @@ class Hub:
         from huggingface_hub.errors import RemoteEntryNotFoundError, RevisionNotFoundError
 
         status = error.response.status_code
+        reason = str(status)
         if error.server_message:
-            reason = f"{status}: {self._clean(error.server_message)}"
-        else:
-            reason = f"{status}"
+            reason += f": {self._clean(error.server_message)}"
         # Without a token, the Hub gives the same answer for a private and for a missing repository.
         if status in (401, 403) and not self.has_token:
             return UnknownRepositoryError(
@@ -369,6 +364,13 @@ class Hub:
         # The attribute does not exist yet when reading the token itself fails.
         token = getattr(self, "_token", None)
         return " ".join((text.replace(token, "(token)") if token else text).split())[:500]
+
+
+def _read_oids(entries: Iterable[Any]) -> dict[str, str]:
+    """Return the path and the id of each entry that is a file."""
+    from huggingface_hub.hf_api import RepoFile
+
+    return {entry.path: get_oid(entry) for entry in entries if isinstance(entry, RepoFile)}
 
 
 def get_oid(file: Any) -> str:

@@ -33,6 +33,7 @@ from megatron.extras.operations.hub.queue import (
     FolderScan,
     RemoteFile,
     SentFile,
+    SyncState,
     adopt,
     find_deletions,
     get_known_oid,
@@ -63,6 +64,14 @@ class SyncInProgressError(OperationsError):
 class SyncRequest:
     """Arguments of a sync."""
 
+    hub: Hub
+    """The repository."""
+    patience: RetryPolicy
+    """When to stop if the Hub does not answer."""
+    log: Say
+    """Receives lines about the work."""
+    warn: Say
+    """Receives a line for each problem."""
     folder: Path
     """Folder to copy."""
     patterns: tuple[str, ...]
@@ -75,6 +84,42 @@ class SyncRequest:
     """Whether a repository that is created is private."""
     dry_run: bool = False
     """Only report what would be done."""
+
+    def read_state(self) -> SyncState:
+        """Return the state of the last sync with this repository."""
+        return read_state(self.state, f"{self.hub.host}/{self.hub.repo}", self.warn)
+
+    def create_missing_repository(self, missing: UnknownRepositoryError) -> bool:
+        """Create the repository that the Hub did not find, if that is allowed.
+
+        Args:
+            missing: The error of the Hub.
+
+        Returns:
+            Whether it was created. A dry run creates nothing.
+
+        Raises:
+            UnknownRepositoryError: The request does not allow to create it.
+        """
+        if not self.create:
+            raise UnknownRepositoryError(f"{missing}, or create it with --create") from missing
+        what = f"the repository {self.hub.repo}, {'private' if self.private else 'public'}"
+        if self.dry_run:
+            self.log(f"would create {what}")
+            return False
+        self.hub.create(private=self.private)
+        self.log(f"created {what}")
+        return True
+
+    def goes_on_without_hub(self, trouble: OperationsError) -> bool:
+        """Return whether an error makes a dry run compare with the state of the last sync instead.
+
+        That is so if the Hub does not answer, or if it needs a token to show the repository.
+        """
+        # If a branch has changed in the meantime, the caller lists it again immediately.
+        if not self.dry_run or isinstance(trouble, HubMovedError):
+            return False
+        return isinstance(trouble, HubUnavailableError) or not self.hub.has_token
 
 
 @dataclass
@@ -138,61 +183,14 @@ def hold_sync_lock(state: Path, log: Say) -> Iterator[None]:
         yield
 
 
-def create_missing_repository(
-    request: SyncRequest, hub: Hub, missing: UnknownRepositoryError, log: Say
-) -> bool:
-    """Create the repository that `hub` did not find, if the request allows it.
-
-    Args:
-        request: Arguments of the sync.
-        hub: The repository.
-        missing: The error of the Hub.
-        log: Receives one line.
-
-    Returns:
-        Whether it was created. A dry run creates nothing.
-
-    Raises:
-        UnknownRepositoryError: The request does not allow to create it.
-    """
-    if not request.create:
-        raise UnknownRepositoryError(f"{missing}, or create it with --create") from missing
-    if request.private:
-        kind = "private"
-    else:
-        kind = "public"
-    if request.dry_run:
-        log(f"would create the repository {hub.repo}, {kind}")
-        return False
-    hub.create(private=request.private)
-    log(f"created the repository {hub.repo}, {kind}")
-    return True
-
-
-def goes_on_without_hub(request: SyncRequest, hub: Hub, trouble: OperationsError) -> bool:
-    """Return whether `trouble` makes a dry run compare with the state of the last sync instead.
-
-    That is so if the Hub does not answer, or if it needs a token to show the repository.
-    """
-    # If a branch has changed in the meantime, the caller lists it again immediately.
-    if not request.dry_run or isinstance(trouble, HubMovedError):
-        return False
-    return isinstance(trouble, HubUnavailableError) or not hub.has_token
-
-
 class FolderSync:
     """One sync of one folder. The caller holds the lock."""
 
-    def __init__(
-        self, request: SyncRequest, hub: Hub, patience: RetryPolicy, *, log: Say, warn: Say
-    ) -> None:
-        """Read the sync's state. Lines about the work go to `log`, and problems to `warn`."""
+    def __init__(self, request: SyncRequest) -> None:
+        """Read the sync's state."""
         self._request = request
-        self._hub = hub
-        self._patience = patience
-        self._log = log
-        self._warn = warn
-        self._state = read_state(request.state, f"{hub.host}/{hub.repo}", warn)
+        self._hub = request.hub
+        self._state = request.read_state()
         self._outcome = SyncResult()
         # Local files that this sync does not send any more, after a first failure.
         self._skipped: set[str] = set()
@@ -234,10 +232,10 @@ class FolderSync:
                 self._commit(groups)
                 # All of these deletions were in this commit.
                 deletions = []
-                self._patience.note_progress()
+                self._request.patience.note_progress()
             except (HubUnavailableError, UnknownRepositoryError) as trouble:
-                if goes_on_without_hub(self._request, self._hub, trouble):
-                    self._warn(
+                if self._request.goes_on_without_hub(trouble):
+                    self._request.warn(
                         f"{trouble}; the files are compared with the state of the last sync, and "
                         "not with the Hub"
                     )
@@ -249,7 +247,7 @@ class FolderSync:
                 deletions = None
                 if isinstance(trouble, HubMovedError):
                     state.head = None
-                self._patience.wait(trouble)
+                self._request.patience.wait(trouble)
         if self._request.dry_run:
             self._report_dry_run(deletions, wanted)
         else:
@@ -275,13 +273,8 @@ class FolderSync:
                 "nothing is deleted on the Hub; check that the disk is mounted and that the "
                 "patterns are relative to --folder"
             )
-        self._leave_out(
-            [
-                f"the pattern {pattern} matches no file in {request.folder}"
-                for pattern in found.empty
-            ]
-        )
-        self._leave_out(found.complaints)
+        empty = [f"the pattern {each} matches no file in {request.folder}" for each in found.empty]
+        self._leave_out([*empty, *found.complaints])
         return found
 
     def _update_listing(self, wanted: Mapping[str, Sequence[RemoteFile]]) -> None:
@@ -311,7 +304,7 @@ class FolderSync:
         try:
             return self._hub.head()
         except UnknownRepositoryError as error:
-            if not create_missing_repository(self._request, self._hub, error, self._log):
+            if not self._request.create_missing_repository(error):
                 return None
         return self._hub.head()
 
@@ -356,7 +349,6 @@ class FolderSync:
         state.head = head
         self._write()
         if has_moved:
-            self._count(groups)
             self._report_commit(title, groups)
 
     def _report_lost_answer(self) -> None:
@@ -372,15 +364,7 @@ class FolderSync:
                 for group in groups
                 for piece in group.adds
             ) and not any(remote in sent for group in groups for remote in group.deletes):
-                self._count(groups)
                 self._report_commit(f"{title} (committed, but the answer was lost)", groups)
-
-    def _count(self, groups: Sequence[CommitGroup]) -> None:
-        """Add one commit to the result."""
-        self._outcome.commits += 1
-        self._outcome.added += sum(len(group.adds) for group in groups)
-        self._outcome.added_bytes += _count_bytes(groups)
-        self._outcome.deleted += sum(len(group.deletes) for group in groups)
 
     def _write(self) -> None:
         """Write the state file, and note which head is in it."""
@@ -409,15 +393,11 @@ class FolderSync:
         for group in groups:
             try:
                 adds = [self._build_addition(piece, copies) for piece in group.adds]
-            except FileNotFoundError:
-                self._skip(
-                    group.local, f"{group.local} vanished before it was sent; left to the next sync"
-                )
             except OSError as error:
-                self._skip(
-                    group.local,
-                    f"{group.local} cannot be sent ({error.strerror}); left to the next sync",
-                )
+                reason = f"cannot be sent ({error.strerror})"
+                if isinstance(error, FileNotFoundError):
+                    reason = "vanished before it was sent"
+                self._skip(group.local, f"{group.local} {reason}; left to the next sync")
             else:
                 additions.append((group, adds))
         ignored = self._hub.upload(MAIN, [addition for _, adds in additions for addition in adds])
@@ -480,15 +460,13 @@ class FolderSync:
             raise OperationsError(
                 f"{folder} is a link, and the files in its target would be deleted; remove the link"
             )
-        folder.mkdir(exist_ok=True)
+        if folder.is_dir():
+            shutil.rmtree(folder)
+        folder.mkdir()
         try:
-            for copy in folder.iterdir():
-                copy.unlink()
             yield folder
         finally:
-            for copy in folder.iterdir():
-                copy.unlink()
-            folder.rmdir()
+            shutil.rmtree(folder)
 
     # Reporting
 
@@ -502,15 +480,19 @@ class FolderSync:
         """Log warnings about what could not be done, and keep them for the result."""
         self._outcome.left_out += lines
         for line in lines:
-            self._warn(line)
+            self._request.warn(line)
 
     def _report_commit(self, title: str, groups: Sequence[CommitGroup]) -> None:
-        """Report a commit: one line for the additions, and one for each deletion."""
+        """Count and report a commit: one line for the additions, and one for each deletion."""
         added = [piece.remote for group in groups for piece in group.adds]
-        self._log(f"{title}: {_shorten(added, ' ')}" if added else title)
-        for group in groups:
-            for remote in group.deletes:
-                self._log(f"deleted on the Hub: {remote}")
+        deleted = [remote for group in groups for remote in group.deletes]
+        self._outcome.commits += 1
+        self._outcome.added += len(added)
+        self._outcome.added_bytes += _count_bytes(groups)
+        self._outcome.deleted += len(deleted)
+        self._request.log(f"{title}: {_shorten(added, ' ')}" if added else title)
+        for remote in deleted:
+            self._request.log(f"deleted on the Hub: {remote}")
 
     def _report_dry_run(
         self, deletions: Sequence[CommitGroup] | None, wanted: Mapping[str, Sequence[RemoteFile]]
@@ -520,9 +502,9 @@ class FolderSync:
         everything = plan_commit(wanted, self._state, commit_bytes=1 << 62, commit_files=1 << 62)
         for group in [*(deletions or ()), *everything]:
             for piece in group.adds:
-                self._log(f"would send {piece.remote} ({piece.blob.size} bytes)")
+                self._request.log(f"would send {piece.remote} ({piece.blob.size} bytes)")
             for remote in group.deletes:
-                self._log(f"would delete on the Hub: {remote}")
+                self._request.log(f"would delete on the Hub: {remote}")
 
     def _keep(self, found: FolderScan) -> None:
         """Write the state file, if the scan or the head has changed.
@@ -546,11 +528,11 @@ def _format_title(groups: Sequence[CommitGroup]) -> str:
     """Return the first line of a commit's message, with counts and size."""
     added = sum(len(group.adds) for group in groups)
     deleted = sum(len(group.deletes) for group in groups)
+    done = []
     if added:
-        done = [f"{format_count(added, 'file')}, {format_bytes(_count_bytes(groups))}"]
-    else:
-        done = []
-    done += [f"{format_count(deleted, 'file')} deleted"] if deleted else []
+        done.append(f"{format_count(added, 'file')}, {format_bytes(_count_bytes(groups))}")
+    if deleted:
+        done.append(f"{format_count(deleted, 'file')} deleted")
     return f"Sync {'; '.join(done)}"
 
 

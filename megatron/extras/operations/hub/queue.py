@@ -243,28 +243,23 @@ def _iterate_names(
             for top in tops
         )
 
-    # `seen` ends loops of links, which `os.walk` does not detect.
     for root, folders, files in os.walk(folder, onerror=note_unlisted, followlinks=True):
         real = os.path.realpath(root)
-        if root == os.fspath(folder):
-            below = ""
-        else:
-            below = f"{os.path.relpath(root, folder)}/"
-        if real in seen:
-            wanted = []
-        else:
-            wanted = sorted(name for name in folders if is_on_path(below + name))
+        below = "" if root == os.fspath(folder) else f"{os.path.relpath(root, folder)}/"
+        wanted = sorted(name for name in folders if is_on_path(below + name))
         # `os.walk` descends into the folders that this same list holds after the loop body.
         folders[:] = []
+        # This ends loops of links, which `os.walk` does not detect.
+        if real in seen:
+            continue
+        seen.add(real)
         for name in wanted:
             try:
                 real_name(folder, below + name)
                 folders.append(name)
             except OutsideError as error:
                 note_unlisted(OSError(0, error.strerror, os.path.join(root, name)))
-        if real not in seen:
-            yield from (below + name for name in files)
-        seen.add(real)
+        yield from (below + name for name in files)
 
 
 def _take(folder: Path, name: str, known: LocalFile | None, found: FolderScan) -> None:
@@ -327,10 +322,7 @@ def digest(
         OutsideError: The file is outside of `folder`.
         InterruptedError: The file got shorter while it was read.
     """
-    if folder is None:
-        top = path.parent
-    else:
-        top = folder
+    top = folder or path.parent
     with open_inside(top, os.fspath(path.relative_to(top))) as file:
         status = os.fstat(file.fileno())
         fresh = time.time_ns() - status.st_mtime_ns < _FRESH_NS
@@ -356,13 +348,10 @@ def _split_parts(read: Callable[[int], bytes], size: int, part_bytes: int) -> It
     while left or pending:
         if len(pending) < part_bytes and left:
             more = b"".join(_stream(read, min(left, part_bytes - len(pending))))
-            pending = pending + more
-            left = left - len(more)
-        if left:
-            end = pending.rfind(b"\n") + 1
-        else:
-            end = len(pending)
-        # `rfind` gives -1 if there is no line end, so `end` is 0.
+            pending += more
+            left -= len(more)
+        # `rfind` gives -1 if there is no line end. The last part has all that is left.
+        end = pending.rfind(b"\n") + 1 if left else 0
         end = end or len(pending)
         yield _digest_blob([pending[:end]], end)
         pending = pending[end:]
@@ -423,15 +412,11 @@ def plan_remote_files(
             )
             continue
         offset = 0
-        mine = []
+        pieces[name] = []
         for number, blob in enumerate(files[name].blobs):
-            mine.append(
-                RemoteFile(
-                    format_part_name(name, number) if is_rotated(name) else name, name, offset, blob
-                )
-            )
+            remote = format_part_name(name, number) if is_rotated(name) else name
+            pieces[name].append(RemoteFile(remote, name, offset, blob))
             offset += blob.size
-        pieces[name] = mine
     return pieces, complaints
 
 
@@ -491,13 +476,11 @@ def find_deletions(
         re.compile(convert_pattern(pattern)) for pattern in patterns if pattern not in found.empty
     ]
     silent = [re.compile(convert_pattern(pattern)) for pattern in found.empty]
-    copies: dict[str, list[str]] = {}
-    for remote, ours in state.sent.items():
-        if ours.local not in found.present:
-            copies.setdefault(ours.local, []).append(remote)
     groups = []
     withheld = []
-    for local, remotes in sorted(copies.items()):
+    for local, remotes in sorted(_list_copies(state).items()):
+        if local in found.present:
+            continue
         if any(regex.fullmatch(local) for regex in alive):
             groups.append(CommitGroup(local, (), tuple(sorted(remotes))))
         elif any(regex.fullmatch(local) for regex in silent):
@@ -525,16 +508,11 @@ def plan_commit(
             COMMIT_BYTES.
         commit_files: Number of files in a commit. Default: COMMIT_FILES.
     """
-    if commit_bytes is None:
-        commit_bytes = COMMIT_BYTES
-    if commit_files is None:
-        commit_files = COMMIT_FILES
-    copies: dict[str, list[str]] = {}
-    for remote, ours in state.sent.items():
-        copies.setdefault(ours.local, []).append(remote)
+    commit_bytes = commit_bytes or COMMIT_BYTES
+    copies = _list_copies(state)
     groups: list[CommitGroup] = []
     left_bytes = commit_bytes
-    left_files = commit_files
+    left_files = commit_files or COMMIT_FILES
     for local, pieces in wanted.items():
         differing = [
             piece for piece in pieces if not piece.blob.has(get_known_oid(state, piece.remote))
@@ -556,15 +534,21 @@ def plan_commit(
                     return [*groups, CommitGroup(local, tuple(adds), tuple(beyond))]
                 return groups
             adds.append(piece)
-            left_bytes = left_bytes - piece.blob.size
-            left_files = left_files - 1
+            left_bytes -= piece.blob.size
+            left_files -= 1
         groups.append(CommitGroup(local, tuple(adds), tuple(surplus)))
     return groups
+
+
+def _list_copies(state: SyncState) -> dict[str, list[str]]:
+    """Return the remote files of each local file that a sync has sent."""
+    copies: dict[str, list[str]] = {}
+    for remote, ours in state.sent.items():
+        copies.setdefault(ours.local, []).append(remote)
+    return copies
 
 
 def get_known_oid(state: SyncState, remote: str) -> str | None:
     """Return the Hub's id of a remote file that we sent, or None."""
     ours = state.sent.get(remote)
-    if ours is None:
-        return None
-    return ours.oid
+    return None if ours is None else ours.oid

@@ -23,7 +23,6 @@ import platform
 import re
 import smtplib
 import ssl
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -39,6 +38,7 @@ from megatron.base.errors import OperationsError
 from megatron.base.file_lock import LockResult, try_lock
 from megatron.base.outside_file import load_json
 from megatron.base.plain_text import make_plain, print_line, print_to_stderr
+from megatron.extras.operations.hub.answers import run_in_thread
 from megatron.observe.chronicle import CHRONICLE, append_event
 from megatron.plan.rules.finding import Finding, error
 
@@ -114,27 +114,6 @@ class Delivery:
     troubles: list[str]
     """What could not be written or sent. It is not lost unless the text reports so."""
 
-    def report(self, others: Sequence[str], *, alert: bool) -> int:
-        """Print the lines and the troubles.
-
-        Args:
-            others: Troubles of the tool itself.
-            alert: Whether the tool found a reason for an alert.
-
-        Returns:
-            The tool's exit code: 0 if all is well, 1 for an alert, 2 for a trouble.
-        """
-        if self.lines:
-            print_line("\n".join(self.lines))
-        troubles = [*others, *self.troubles]
-        for trouble in troubles:
-            print_to_stderr(f"error: {make_plain(trouble)}")
-        if troubles:
-            return exit_codes.USER_ERROR
-        if alert:
-            return exit_codes.FOUND
-        return exit_codes.SUCCESS
-
 
 @dataclass
 class CheckFindings:
@@ -158,16 +137,26 @@ class CheckFindings:
         self.alerts.append(Alert(self.watch(kind), text))
 
     def deliver(self, outlets: Outlets, runs: Sequence[Path]) -> int:
-        """Write and send everything, and return the exit code of the tool.
+        """Write, send and print everything.
 
         Args:
             outlets: Where the lines go.
             runs: Folders of runs, whose chronicles get the alerts.
+
+        Returns:
+            The tool's exit code: 0 if all is well, 1 for an alert, 2 for a trouble.
         """
         delivery = deliver(
             self.alerts, outlets, watched=self.watched, pulses=self.pulses, runs=runs
         )
-        return delivery.report(self.troubles, alert=bool(self.alerts))
+        if delivery.lines:
+            print_line("\n".join(delivery.lines))
+        troubles = [*self.troubles, *delivery.troubles]
+        for trouble in troubles:
+            print_to_stderr(f"error: {make_plain(trouble)}")
+        if troubles:
+            return exit_codes.USER_ERROR
+        return exit_codes.FOUND if self.alerts else exit_codes.SUCCESS
 
 
 def deliver(
@@ -398,11 +387,8 @@ def _format_lines(
     # checked by this caller.
     for kind in [kind for kind in memory.lasting if kind in watched and kind not in present]:
         ended = memory.lasting.pop(kind)
-        line = log_line(
-            "RECOVERED",
-            f"no longer true: {ended['text']} (since {format_time(ended['since'])})",
-            now,
-        )
+        text = f"no longer true: {ended['text']} (since {format_time(ended['since'])})"
+        line = log_line("RECOVERED", text, now)
         lines.append(line)
         due.append(line)
     return lines, due
@@ -497,25 +483,12 @@ def _send_within_limit(name: str, channel: _Channel, lines: Sequence[str]) -> st
     Raises:
         OperationsError: The message was not accepted, or not in time.
     """
-    remarks: list[str | None] = []
-    errors: list[Exception] = []
-
-    def send() -> None:
-        try:
-            remarks.append(channel.send(lines))
-        except Exception as error:
-            errors.append(error)
-
     # Neither urllib nor smtplib can limit the time of a complete exchange. The tool does not wait
     # for a daemon thread when it ends.
-    thread = threading.Thread(target=send, name=f"alert by {name}", daemon=True)
-    thread.start()
-    thread.join(_MESSAGE_SECONDS)
-    if thread.is_alive():
-        raise OperationsError(f"the {name} took longer than {_MESSAGE_SECONDS:g} s")
-    if errors:
-        raise errors[0]
-    return remarks[0]
+    try:
+        return run_in_thread(lambda: channel.send(lines), _MESSAGE_SECONDS, f"alert by {name}")
+    except TimeoutError:
+        raise OperationsError(f"the {name} took longer than {_MESSAGE_SECONDS:g} s") from None
 
 
 def _build_channels(
@@ -591,17 +564,12 @@ class _Mail:
         message = EmailMessage()
         # The subject has no use for the time at the beginning of the line.
         first = lines[0].split("] ", 1)[-1]
-        if len(lines) > 1:
-            more = f" (and {len(lines) - 1} more)"
-        else:
-            more = ""
+        more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
         message["Subject"] = first[:_SUBJECT_CHARACTERS] + more
         message["From"] = self.sender
         message["To"] = ", ".join(self.to)
-        message.set_content(
-            "\n".join([*lines, "", f"Sent by {platform.node()}; the log is {self.log.absolute()}"])
-            + "\n"
-        )
+        end = f"Sent by {platform.node()}; the log is {self.log.absolute()}\n"
+        message.set_content("\n".join([*lines, "", end]))
         return message
 
     def _deliver(self, message: EmailMessage) -> list[str]:

@@ -26,6 +26,8 @@ _TIMEOUT_SECONDS = 120
 A controller that is restarting answers late. With a missing configuration squeue itself waits for a
 minute.
 """
+_NEVER = re.compile(r"neversatisfied|badconstraints|launchfailure|invalidaccount|invalidqos")
+"""Reasons, in lower case, for which a job cannot start by itself."""
 _SHOWN = 4
 """Largest number of jobs in one PULSE line."""
 
@@ -70,30 +72,15 @@ class QueuedJob:
         """
         reason = self.reason.lower()
         held = "held" in reason and "jobhelduser" not in reason
-        never = any(
-            sign in reason
-            for sign in (
-                "neversatisfied",
-                "badconstraints",
-                "launchfailure",
-                "invalidaccount",
-                "invalidqos",
-            )
-        )
+        never = _NEVER.search(reason) is not None
         # REQUEUE_HOLD and SPECIAL_EXIT wait until somebody releases the job.
         return self.pends and (held or never or self.state != "PENDING")
 
     def describe(self, now: float) -> str:
         """Return what the job does, beginning with a verb: `is running for ...`."""
-        if self.nodes:
-            where = f"{self.id} on {self.nodes}"
-        else:
-            where = self.id
+        where = f"{self.id} on {self.nodes}" if self.nodes else self.id
         if self.runs:
-            if self.start is None:
-                since = ""
-            else:
-                since = f" since {format_time(self.start)}"
+            since = "" if self.start is None else f" since {format_time(self.start)}"
             return f"is running for {format_duration(self.running_seconds or 0.0)}{since} ({where})"
         if not self.pends:
             return f"is {self.state.lower().replace('_', ' ')} ({where})"
@@ -108,10 +95,7 @@ class QueuedJob:
                     f"is scheduled to start in {format_duration(self.start - now)} at "
                     f"{format_time(self.start)} ({self.id}, {self.reason})"
                 )
-        if self.dependency:
-            dependency = f", {self.dependency}"
-        else:
-            dependency = ""
+        dependency = f", {self.dependency}" if self.dependency else ""
         return f"is pending for reason {self.reason or self.state} ({self.id}{dependency})"
 
 
@@ -199,19 +183,9 @@ def read_answer(text: str, job_name: str) -> list[QueuedJob]:
         )
         # An array task without a reason is listed with None.
         reasons = ",".join(each for each in reason.split(",") if each and each != "None")
-        if dependency == "(null)":
-            dependency = ""
-        jobs.append(
-            QueuedJob(
-                identity,
-                state,
-                reasons,
-                nodes,
-                _parse_seconds(running),
-                _parse_time(start),
-                dependency,
-            )
-        )
+        dependency = dependency.replace("(null)", "")
+        times = _parse_seconds(running), _parse_time(start)
+        jobs.append(QueuedJob(identity, state, reasons, nodes, *times, dependency))
     # Running jobs come first, then jobs between two states, pending jobs, and stuck jobs.
     return sorted(jobs, key=lambda job: (not job.runs, job.pends, job.stuck))
 
@@ -221,11 +195,10 @@ def format_pulse(job_name: str, jobs: Sequence[QueuedJob], now: float) -> str:
     if not jobs:
         return f"{job_name} is neither running nor scheduled"
     first, *others = (job.describe(now) for job in jobs[:_SHOWN])
+    parts = [f"{job_name} {first}", *(f"another {other}" for other in others)]
     if len(jobs) > _SHOWN:
-        more = [f"and {len(jobs) - _SHOWN} more"]
-    else:
-        more = []
-    return "; ".join([f"{job_name} {first}", *(f"another {other}" for other in others), *more])
+        parts.append(f"and {len(jobs) - _SHOWN} more")
+    return "; ".join(parts)
 
 
 def find_idle_reason(job_name: str, jobs: Sequence[QueuedJob]) -> str | None:

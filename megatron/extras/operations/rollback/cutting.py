@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 """(first byte, byte after the last)."""
+Piece = tuple[Path, Sequence[Span]] | bytes
+"""Content of a new file: bytes, or a file and its ranges."""
 
 _CHUNK = 1 << 20
 """Bytes that are copied at a time."""
@@ -114,34 +116,6 @@ def _merge_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
     return tuple(merged)
 
 
-def _find_lines_cut(
-    path: Path, is_later: Callable[[bytes], bool | None], head: Span = (0, 0)
-) -> CutSpans:
-    """Find the lines to remove.
-
-    Args:
-        path: The file.
-        is_later: Whether a line is removed. None: the line is treated like the one before it.
-        head: Range at the beginning that is kept without a check.
-    """
-    # The stamp is read before the content, so that a write in between is noticed.
-    stamp = _read_stamp(path)
-    gone = []
-    total = 0
-    later = False
-    for span, line in _iterate_lines(path):
-        if span[0] < head[1]:
-            continue
-        total += 1
-        # A line that cannot be read goes with the line before it.
-        found = is_later(line)
-        if found is not None:
-            later = found
-        if later:
-            gone.append(span)
-    return CutSpans(stamp, _merge_spans(gone), head, count=len(gone), total=total)
-
-
 def _parse_metrics_record(line: bytes) -> dict[str, Any] | None:
     """Parse a line of metrics. Return None if it holds no record with an iteration."""
     try:
@@ -159,17 +133,22 @@ def find_metrics_cut(path: Path, iteration: int) -> CutSpans:
 
     A start record at `iteration` itself belongs to a later launch, so it is removed too.
     """
-
-    def is_later(line: bytes) -> bool | None:
-        """Return whether a line is removed, or None if it cannot be read."""
+    # The stamp is read before the content, so that a write in between is noticed.
+    stamp = _read_stamp(path)
+    gone = []
+    total = 0
+    later = False
+    for span, line in _iterate_lines(path):
+        total += 1
         record = _parse_metrics_record(line)
-        if record is None:
-            return None
-        # A start record has the iteration at which its launch began, so it is later at `iteration`
-        # too.
-        return bool(record["iteration"] >= iteration + (record.get("kind") != "start"))
-
-    return _find_lines_cut(path, is_later)
+        # A line that cannot be read goes with the line before it.
+        if record is not None:
+            # A start record has the iteration at which its launch began, so it is later at
+            # `iteration` too.
+            later = bool(record["iteration"] >= iteration + (record.get("kind") != "start"))
+        if later:
+            gone.append(span)
+    return CutSpans(stamp, _merge_spans(gone), count=len(gone), total=total)
 
 
 def find_last_iteration(path: Path) -> int:
@@ -226,9 +205,7 @@ def find_log_cut(path: Path, iteration: int) -> CutSpans:
     # An empty log has nothing to cut. Another log without such lines is probably the wrong file.
     if not seen and stamp[0]:
         raise OperationsError(f"{path} has no line of an iteration; give the run's main log")
-    gone: tuple[tuple[int, int], ...] = ()
-    if keep < stamp[0]:
-        gone = ((keep, stamp[0]),)
+    gone = ((keep, stamp[0]),) if keep < stamp[0] else ()
     return CutSpans(stamp, gone, count=total - kept_lines, total=total)
 
 
@@ -260,10 +237,7 @@ def find_events_cut(path: Path, at: Axes) -> CutSpans:
         if number == 0 and begin == 0 and event is not None and event.file_version:
             head = begin, end
             continue
-        if event is None:
-            found = None
-        else:
-            found = steps.is_later(event)
+        found = None if event is None else steps.is_later(event)
         if found is not None:
             later = found
         if later:
@@ -445,10 +419,7 @@ def _write_part(source: Path, part: Path, spans: Sequence[Span]) -> None:
     """Copy ranges of a file to `part`, or to the next number if `part` differs."""
     # The name is fixed, so an interrupted copy is overwritten by the next one.
     fresh = part.with_name("part.new")
-    with open(fresh, "wb", opener=without_links) as file:
-        _copy(source, spans, file)
-        file.flush()
-        os.fsync(file.fileno())
+    _write(fresh, [(source, spans)])
     target = part
     number = 1
     # A part with the same content is from an interrupted cut of the same file.
@@ -461,7 +432,7 @@ def _write_part(source: Path, part: Path, spans: Sequence[Span]) -> None:
 
 def replace_by(
     path: Path,
-    pieces: Sequence[tuple[Path, Sequence[Span]] | bytes],
+    pieces: Sequence[Piece],
     temporary: str,
     confirm: Callable[[], None] = lambda: None,
 ) -> None:
@@ -469,7 +440,7 @@ def replace_by(
 
     Args:
         path: The file.
-        pieces: New content. A piece is bytes, or a file (which may be `path`) and its ranges.
+        pieces: New content. A file in it may be `path`.
         temporary: Name under which the content is written first, in the same folder.
         confirm: Function that is called right before the rename. It may raise to prevent it.
 
@@ -478,14 +449,7 @@ def replace_by(
         OSError: The content cannot be written.
     """
     fresh = path.with_name(temporary)
-    with open(fresh, "wb", opener=without_links) as file:
-        for piece in pieces:
-            if isinstance(piece, bytes):
-                file.write(piece)
-            else:
-                _copy(piece[0], piece[1], file)
-        file.flush()
-        os.fsync(file.fileno())
+    _write(fresh, pieces)
     if path.exists():
         # The new file would have the permissions of this process otherwise.
         shutil.copymode(path, fresh)
@@ -496,6 +460,18 @@ def replace_by(
         raise
     os.replace(fresh, path)
     sync_folder(path.parent)
+
+
+def _write(path: Path, pieces: Sequence[Piece]) -> None:
+    """Write a new file durably."""
+    with open(path, "wb", opener=without_links) as file:
+        for piece in pieces:
+            if isinstance(piece, bytes):
+                file.write(piece)
+            else:
+                _copy(*piece, file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _copy(source: Path, spans: Sequence[Span], target: Any) -> None:

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -112,6 +112,39 @@ def roll_back_within_run(
     return plan
 
 
+def roll_back_address(
+    address: str,
+    make_request: Callable[[Path], RollbackRequest],
+    log: Callable[[str], None],
+    *,
+    dry_run: bool,
+) -> None:
+    """Roll back a run on an object store. One write makes it visible.
+
+    Args:
+        address: The run's address.
+        make_request: Returns what to do, for a temporary folder that mirrors the run.
+        log: Function that prints a line.
+        dry_run: Only print what would be done.
+
+    Raises:
+        MegatronError: The rollback is not allowed or failed. Nothing has changed then.
+    """
+    # It imports torch, which a rollback of a folder does not need.
+    from megatron.extras.object_store.addresses import open_for_change
+
+    with open_for_change(address, log, dry_run=dry_run) as (root, lease):
+
+        def show(line: str) -> None:
+            log(line.replace(str(root), address))
+
+        request = make_request(root)
+        if lease is None:
+            roll_back(root, request, show, dry_run=True)
+        else:
+            roll_back_within_run(root, request, lease, show)
+
+
 # Active runs
 
 
@@ -129,25 +162,18 @@ def _refuse_active_run(root: Path, log: Callable[[str], None], *, dry_run: bool)
         )
     holder = read_holder(root)
     if holder is None:
-        alive = None
-    else:
-        alive = is_alive(holder)
+        return
+    alive = is_alive(holder)
     # None means that only a heartbeat can show it. Acquiring the lease will watch for one.
-    if holder is None or alive is False:
+    if alive is False:
         return
     if alive:
-        if holder.job:
-            cancel = f"scancel {holder.job}"
-        else:
-            cancel = "end it"
+        cancel = f"scancel {holder.job}" if holder.job else "end it"
         raise OperationsError(
             f"{root} is being written to by {holder.describe()}; {cancel}, wait until it has "
             "ended, and try again"
         )
-    if holder.job:
-        check_job = f", or check that squeue does not list job {holder.job}"
-    else:
-        check_job = ""
+    check_job = f", or check that squeue does not list job {holder.job}" if holder.job else ""
     log(
         f"{root} was written to by {holder.describe()}. From this host only its heartbeat shows "
         "whether it is alive. The last heartbeat was "
@@ -264,10 +290,7 @@ def _report_plan(
             f"continuing the rollback of {plan.time}, which was interrupted; some of the following "
             "steps are done already"
         )
-    if plan.trained_to > plan.stood_at:
-        beyond = f", trained to {plan.trained_to},"
-    else:
-        beyond = ""
+    beyond = f", trained to {plan.trained_to}," if plan.trained_to > plan.stood_at else ""
     log(
         f"{root}: from global_step{plan.stood_at}{beyond} back to global_step{plan.to}; what is "
         f"removed is kept in {aside}"
@@ -286,10 +309,8 @@ def _report_plan(
 
 def _report_how_to_continue(plan: RollbackPlan, log: Callable[[str], None]) -> None:
     """Print the flags to continue the run with, and the notes."""
-    if plan.flags:
-        log(f"continue with the run's own command and these flags:\n  {plan.flags}")
-    else:
-        log("continue with the run's own command")
+    more = f" and these flags:\n  {plan.flags}" if plan.flags else ""
+    log(f"continue with the run's own command{more}")
     for note in plan.notes:
         log(f"note: {note}")
 
@@ -318,37 +339,25 @@ def execute_plan(
         CheckpointError: A run took the folder over.
         OSError: A disk is full or does not answer.
     """
-    # A process that was suspended may have lost its lease, so each step confirms it first.
-    for act in _list_acts(root, plan, cuts, lease, log):
-        lease.confirm()
-        act()
-
-
-def _list_acts(
-    root: Path,
-    plan: RollbackPlan,
-    cuts: Mapping[str, CutSpans],
-    lease: Lease,
-    log: Callable[[str], None],
-) -> Iterator[Callable[[], object]]:
-    """Yield the steps of a plan in their order."""
     folder = root / ROLLED_BACK / plan.name
-    yield lambda: _begin(root, plan, lease)
+    # A process that was suspended may have lost its lease, so each step confirms it first.
+    lease.confirm()
+    _begin(root, plan, lease)
     # If somebody removes `latest`, a start uses this pointer.
-    yield lambda: replace_file(root / LATEST_ITERATION, str(plan.to), lease.confirm)
+    replace_file(root / LATEST_ITERATION, str(plan.to), lease.confirm)
     # This copy of the lineage is used if the manifest of the checkpoint is damaged.
-    yield lambda: write_lineage(
-        root, read_manifest(find_stored_folder(root, plan.to)), lease.confirm
-    )
+    write_lineage(root, read_manifest(find_stored_folder(root, plan.to)), lease.confirm)
     for file in plan.files:
-        # The default argument binds the file of this pass of the loop.
-        yield lambda file=file: _cut_file(plan, file, cuts, folder, log)  # type: ignore[misc]
-    yield lambda: _move_later(root, plan.to, folder, lease)
-    yield lambda: _note(root / INTERVENTIONS, plan, _format_intervention(plan))
+        lease.confirm()
+        _cut_file(plan, file, cuts, folder, log)
+    _move_later(root, plan.to, folder, lease)
+    lease.confirm()
+    _note(root / INTERVENTIONS, plan, _format_intervention(plan))
     if plan.chronicles is not None:
-        yield lambda: _note(Path(str(plan.chronicles)), plan, _format_chronicle_entry(plan))
+        lease.confirm()
+        _note(Path(plan.chronicles), plan, _format_chronicle_entry(plan))
     # `latest` is freed last. Until then no run can start from a folder that is half rolled back.
-    yield lambda: point_to(root, plan.to, lease.confirm)
+    point_to(root, plan.to, lease.confirm)
 
 
 def _begin(root: Path, plan: RollbackPlan, lease: Lease) -> None:
@@ -440,10 +449,7 @@ def _format_intervention(plan: RollbackPlan) -> str:
 def _format_chronicle_entry(plan: RollbackPlan) -> str:
     """Return the entry of the chronicles in Markdown."""
     written = datetime.fromisoformat(plan.time).strftime("%Y-%m-%d %H:%M UTC")
-    if plan.trained_to > plan.stood_at:
-        trained = f" (trained to {plan.trained_to})"
-    else:
-        trained = ""
+    trained = f" (trained to {plan.trained_to})" if plan.trained_to > plan.stood_at else ""
     reason = " ".join(plan.request["reason"].split()) or "not given"
     lines = [
         f"## {written}: rolled back from iteration {plan.stood_at}{trained} to {plan.to}",
@@ -460,18 +466,12 @@ def _format_chronicle_entry(plan: RollbackPlan) -> str:
 
 def _note(path: Path, plan: RollbackPlan, entry: str) -> None:
     """Append an entry to a file once, on a line of its own."""
-    if path.exists():
-        before = load_bytes(path)
-    else:
-        before = b""
+    before = load_bytes(path) if path.exists() else b""
     # This step may be repeated. The entry holds the time of the plan, so it is unique.
     if entry.encode() in before:
         return
     # An earlier writer may have been cut off within a line.
-    if not before or before.endswith(b"\n"):
-        gap = b""
-    else:
-        gap = b"\n"
+    gap = b"\n" if before and not before.endswith(b"\n") else b""
     if before and entry.startswith("#"):
         gap += b"\n"
     replace_by(path, [before + gap + entry.encode()], f".rollback.{plan.name}")

@@ -83,13 +83,9 @@ class RollbackRequest:
 
     def make_absolute(self) -> "RollbackRequest":
         """Return the request with absolute paths, so that it is the same in another folder."""
-        return replace(
-            self,
-            main_log=_make_absolute(self.main_log),
-            chronicles=_make_absolute(self.chronicles),
-            tensorboard_dir=_make_absolute(self.tensorboard_dir),
-            metrics_file=_make_absolute(self.metrics_file),
-        )
+        names = ("main_log", "chronicles", "tensorboard_dir", "metrics_file")
+        paths: dict[str, Any] = {name: _make_absolute(getattr(self, name)) for name in names}
+        return replace(self, **paths)
 
     def convert_to_record(self) -> dict[str, Any]:
         """Return the request in the form in which it is read back from JSON."""
@@ -179,12 +175,8 @@ class RollbackPlan:
         plan = cls(**{**record, "files": kept})
         # A plan is read back from the disk. A damaged one must not move files to another folder.
         for name in (plan.name, *(file.part for file in plan.files)):
-            if (
-                not name
-                or os.path.isabs(name)
-                or ".." in Path(name).parts
-                or not name.isprintable()
-            ):
+            leads_out = os.path.isabs(name) or ".." in Path(name).parts
+            if leads_out or not name or not name.isprintable():
                 raise ValueError(f"{name!r} leads out of the rollback's folder")
         return plan
 
@@ -325,13 +317,12 @@ def gather_facts(root: Path, request: RollbackRequest) -> RollbackFacts:
     now = _find_current_iteration(root, request.to, target)
     # The present checkpoint knows ranges and paths of the launches that are rolled back.
     present, newest = _read_present(root, now, target, config)
-    flags, notes = _plan_flags(root, request, target, present, newest)
-    files, about_files = _find_records(root, request, [config, newest])
+    notes: list[str] = []
+    flags = _plan_flags(root, request, target, present, newest, notes)
+    files = _find_records(root, request, [config, newest], notes)
     # A rename fails between file systems. That must show before the folder is changed.
     _refuse_another_file_system(root, request.to)
-    return RollbackFacts(
-        target, now, files, _find_chronicles(root, request), flags, [*notes, *about_files]
-    )
+    return RollbackFacts(target, now, files, _find_chronicles(root, request), flags, notes)
 
 
 def make_plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[str, CutSpans]]:
@@ -472,15 +463,14 @@ def _find_chronicles(root: Path, request: RollbackRequest) -> str | None:
 
 
 def _find_records(
-    root: Path, request: RollbackRequest, configs: list[Config]
-) -> tuple[list[tuple[str, Path]], list[str]]:
-    """Return (kind, file) of all files that may have to be cut, and remarks.
+    root: Path, request: RollbackRequest, configs: list[Config], notes: list[str]
+) -> list[tuple[str, Path]]:
+    """Return (kind, file) of all files that may have to be cut, and add remarks to `notes`.
 
     The configurations are those of the target and of the checkpoint that the run is at. The run may
     have changed its paths in between.
     """
     found: list[tuple[str, Path]] = []
-    notes: list[str] = []
     metrics = [config.logging.metrics_file for config in configs]
     for path in _find_paths(root, "--tensorboard-dir", request.tensorboard_dir, configs, notes):
         for entry in sorted(
@@ -510,7 +500,7 @@ def _find_records(
             )
         found.append(("log", Path(os.path.realpath(log))))
     # Both configurations usually name the same files, and each is cut once.
-    return list(dict.fromkeys(found)), notes
+    return list(dict.fromkeys(found))
 
 
 def _find_paths(
@@ -522,12 +512,9 @@ def _find_paths(
         OperationsError: The given path does not exist. Or the configuration's path may be another
             run's, because this folder is a copy or the path is relative to another folder.
     """
+    is_right, kind = Path.is_dir, "folder"
     if flag == "--metrics-file":
-        is_right = Path.is_file
-        kind = "file"
-    else:
-        is_right = Path.is_dir
-        kind = "folder"
+        is_right, kind = Path.is_file, "file"
     # The operator knows that no such records exist, so the configuration is not used.
     if given == NOTHING:
         return []
@@ -580,18 +567,32 @@ def find_cut(kind: str, path: Path, axes: dict[str, Any]) -> CutSpans:
 
 
 def _plan_flags(
-    root: Path, request: RollbackRequest, target: Manifest, present: Manifest, newest: Config
-) -> tuple[str, list[str]]:
-    """Return the flags to continue the run with, and remarks.
+    root: Path,
+    request: RollbackRequest,
+    target: Manifest,
+    present: Manifest,
+    newest: Config,
+    notes: list[str],
+) -> str:
+    """Return the flags to continue the run with, and add remarks to `notes`.
 
     Raises:
         ConfigError, OperationsError: The request makes no sense.
     """
     _check_skip(root, request, newest.batch.train_iters)
-    skip_flags, skip_notes = _plan_skip_flags(request, target, present, newest)
-    schedule_flags, schedule_notes = _plan_schedule_flags(request, newest)
-    notes = [*skip_notes, *schedule_notes, *_explain_load_flags(root, request, newest)]
-    return shlex.join([*skip_flags, *schedule_flags]), notes
+    flags = _plan_skip_flags(request, target, present, newest, notes)
+    flags += _plan_schedule_flags(request, newest, notes)
+    # That flag would win over the pointers, and load another checkpoint.
+    if newest.checkpoint.load_iteration is not None:
+        notes.append(
+            f"omit --load-iteration {newest.checkpoint.load_iteration}, because the pointers name "
+            f"global_step{request.to}"
+        )
+    if not newest.checkpoint.resumes_itself:
+        notes.append(
+            f"the run's --load was not its --save; to continue from here give --load {root}"
+        )
+    return shlex.join(flags)
 
 
 def _check_skip(root: Path, request: RollbackRequest, last: int | None) -> None:
@@ -622,11 +623,10 @@ def _check_skip(root: Path, request: RollbackRequest, last: int | None) -> None:
 
 
 def _plan_skip_flags(
-    request: RollbackRequest, target: Manifest, present: Manifest, newest: Config
-) -> tuple[list[str], list[str]]:
-    """Return the flags for the iterations to skip, and remarks."""
+    request: RollbackRequest, target: Manifest, present: Manifest, newest: Config, notes: list[str]
+) -> list[str]:
+    """Return the flags for the iterations to skip, and add remarks to `notes`."""
     flags: list[str] = []
-    notes: list[str] = []
     # The checkpoint has ranges of its own. A flag replaces them, so they are repeated in it.
     known = _list_ranges_ahead(target, request.to)
     # parse_ranges also joins ranges that overlap.
@@ -644,11 +644,11 @@ def _plan_skip_flags(
             "without the flag"
         )
     # Ranges of the launches that are rolled back are in the present checkpoint only.
-    lost = [
-        text
-        for text in _list_ranges_ahead(present, request.to)
-        if not _is_covered(parse_ranges((text,))[0], covered)
-    ]
+    lost = []
+    for text in _list_ranges_ahead(present, request.to):
+        ((begin, end),) = parse_ranges((text,))
+        if not any(first <= begin and end <= last for first, last in covered):
+            lost.append(text)
     if lost:
         notes.append(
             f"later launches also skipped {' '.join(lost)}; add that to "
@@ -661,22 +661,16 @@ def _plan_skip_flags(
             f"the ranges to skip reach the end of the run, --train-iters {last}; nothing is "
             "trained after them"
         )
-    return flags, notes
+    return flags
 
 
-def _is_covered(span: tuple[int, int], ranges: tuple[tuple[int, int], ...]) -> bool:
-    """Return whether one of the ranges has all iterations of `span`."""
-    return any(first <= span[0] and span[1] <= last for first, last in ranges)
-
-
-def _plan_schedule_flags(request: RollbackRequest, newest: Config) -> tuple[list[str], list[str]]:
-    """Return the flags for another learning rate, and remarks.
+def _plan_schedule_flags(request: RollbackRequest, newest: Config, notes: list[str]) -> list[str]:
+    """Return the flags for another learning rate, and add remarks to `notes`.
 
     Raises:
         OperationsError: The learning rate is not a positive number.
     """
     flags: list[str] = []
-    notes: list[str] = []
     if request.lr is not None or request.override_lr_scheduler:
         # Without this flag the run refuses a schedule that differs from the checkpoint's.
         flags.append("--override-lr-scheduler")
@@ -702,23 +696,7 @@ def _plan_schedule_flags(request: RollbackRequest, newest: Config) -> tuple[list
                 f"{newest.optimizer.decoupled_lr}, the rate of the word embedding and the output "
                 "matrix"
             )
-    return flags, notes
-
-
-def _explain_load_flags(root: Path, request: RollbackRequest, newest: Config) -> list[str]:
-    """Return remarks on flags of the run that would load another checkpoint."""
-    notes = []
-    # That flag would win over the pointers, and load another checkpoint.
-    if newest.checkpoint.load_iteration is not None:
-        notes.append(
-            f"omit --load-iteration {newest.checkpoint.load_iteration}, because the pointers name "
-            f"global_step{request.to}"
-        )
-    if not newest.checkpoint.resumes_itself:
-        notes.append(
-            f"the run's --load was not its --save; to continue from here give --load {root}"
-        )
-    return notes
+    return flags
 
 
 def _list_ranges_ahead(manifest: Manifest, to: int) -> list[str]:

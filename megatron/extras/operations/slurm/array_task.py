@@ -174,12 +174,10 @@ def _may_restart(
     details: dict[str, Any] = {"reason": end.reason}
     if not allocation.is_large_enough:
         try:
-            text = starts.shrink()
+            details |= starts.shrink()
         except OperationsError as error:
             log(array_task.main_log, f"no restart in this job: {error}")
             return False
-        array_task.alert(f"array task {client.describe_job()} goes on with {text}")
-        details |= {CHANGE: allocation.needed, "layout": text}
     number = f"restart {used + 1} of {array_task.max_restarts} within {window}"
     hosts = list(allocation.train_hosts)
     log(

@@ -132,6 +132,12 @@ def count_restarts(run: Path, since: float, environment: Mapping[str, str] = os.
     return sum(attempt.is_restart and attempt.began >= since for attempt in own)
 
 
+def list_past_nodes(run: Path, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the nodes of this job's starts, each list once, as Slurm writes it."""
+    job = _read_job(environment)
+    return sorted({past.attempt.nodes for past in _read(run) if past.attempt.job == job})
+
+
 def _read_job(environment: Mapping[str, str]) -> str:
     """Return the number that all starts of one submission share."""
     # All tasks of an array share one count, so the number of the array comes first.

@@ -30,9 +30,17 @@ from megatron.extras.operations.slurm.node_report import parse_tasks_per_node
 class Allocation:
     """The hosts of this job that are not known to be bad. `read` must be called first."""
 
-    def __init__(self, train_nodes: int | None) -> None:
-        """Store the number of hosts that the training needs. None: all hosts of the job."""
+    def __init__(self, train_nodes: int | None, least: int | None = None) -> None:
+        """Store what the training needs.
+
+        Args:
+            train_nodes: Number of hosts of the complete training. None: all hosts of the job.
+            least: Fewest hosts with which it may start. None: all of them.
+        """
         self._train_nodes = train_nodes
+        self._least = least
+        self.past: list[str] = []
+        """Hosts of this job and of its earlier allocations, for `lost_hosts`."""
         self._fewer: int | None = None
         self._tasks: dict[str, int] = {}
         """Host -> number of its tasks, for all hosts that the job started with."""
@@ -52,10 +60,10 @@ class Allocation:
         counts = parse_tasks_per_node(os.environ.get("SLURM_TASKS_PER_NODE", ""), len(hosts))
         self._tasks = dict(zip(hosts, counts, strict=True))
         self._present = hosts
-        if self._train_nodes is not None and self._train_nodes > len(hosts):
+        if (self._least or self.complete) > len(hosts):
             raise OperationsError(
                 f"--train-nodes {self._train_nodes} must be at most the number of nodes of the "
-                f"job, which is {len(hosts)}; change it, or sbatch --nodes"
+                f"job, which is {len(hosts)}; change it, sbatch --nodes, or --fewer-nodes"
             )
 
     def shrink(self, nodes: int) -> None:
@@ -64,8 +72,9 @@ class Allocation:
 
     @property
     def lost_hosts(self) -> list[str]:
-        """The hosts that the job has lost since it started, without the bad ones."""
-        return [host for host in self._tasks if host not in {*self._present, *self.bad}]
+        """The hosts that the job had and does not have now, without the bad ones."""
+        hosts = dict.fromkeys([*self._tasks, *self.past])
+        return [host for host in hosts if host not in {*self._present, *self.bad}]
 
     def refresh(self) -> None:
         """Leave out the hosts that the job has lost since it started."""
@@ -79,9 +88,10 @@ class Allocation:
         return self._train_nodes or len(self._tasks)
 
     @property
-    def complete_tasks(self) -> Mapping[str, int]:
-        """Each host of the complete training at the start, with the number of its tasks."""
-        return dict(list(self._tasks.items())[: self.complete])
+    def complete_tasks(self) -> list[int]:
+        """The number of tasks of each host of the complete training."""
+        counts = list(self._tasks.values())[: self.complete]
+        return counts + [max(counts)] * (self.complete - len(counts))
 
     @property
     def needed(self) -> int:
@@ -108,11 +118,15 @@ class Allocation:
         # By default srun uses all hosts that the job started with.
         if len(hosts) == len(self._tasks):
             return []
-        return [
+        options = [
             f"--nodes={len(hosts)}",
             f"--ntasks={sum(hosts.values())}",
             f"--nodelist={','.join(hosts)}",
         ]
+        if len(self._present) < len(self._tasks):
+            # A dead host never reports the end of its step. Slurm would not start another one.
+            options.append("--overlap")
+        return options
 
 
 _TRIES = 4

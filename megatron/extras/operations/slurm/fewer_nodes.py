@@ -48,7 +48,7 @@ class NodeLayout:
 def choose_layout(
     command: Sequence[str],
     options: Sequence[str],
-    tasks: Mapping[str, int],
+    tasks: Sequence[int],
     good: Mapping[str, int],
     least: int,
 ) -> NodeLayout:
@@ -57,7 +57,7 @@ def choose_layout(
     Args:
         command: Path of pretrain_gpt.py and its arguments, or `-m MODULE` and them.
         options: More options of the planner.
-        tasks: Each host of the complete training, with the number of its tasks.
+        tasks: The number of tasks of each host of the complete training.
         good: Each host that may be used, with the number of its tasks.
         least: Fewest hosts.
 
@@ -72,8 +72,8 @@ def choose_layout(
     for nodes in range(len(counts), max(least, len(counts) - _SIZES + 1) - 1, -1):
         devices = sum(counts[:nodes])
         sizes = {
-            "--world-size": sum(tasks.values()),
-            "--ranks-per-node": max(tasks.values()),
+            "--world-size": sum(tasks),
+            "--ranks-per-node": max(tasks),
             "--search-devices": devices,
         }
         words = [word for name, value in sizes.items() for word in (name, str(value))]

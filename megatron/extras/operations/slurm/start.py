@@ -23,10 +23,10 @@ from megatron.base.errors import FaultyHostError, HungRanksError, OperationsErro
 from megatron.base.outside_file import load_json, open_regular
 from megatron.checkpoint.lease import RESTART_VARIABLE
 from megatron.extras.operations.chronicle.records import read_events
-from megatron.extras.operations.slurm import client, node_report
+from megatron.extras.operations.slurm import attempts, client, node_report
 from megatron.extras.operations.slurm.client import Allocation, Signals, log, run_step
 from megatron.extras.operations.slurm.exclusion import HostExclusion
-from megatron.extras.operations.slurm.fewer_nodes import ReturnWatch, choose_layout
+from megatron.extras.operations.slurm.fewer_nodes import CHANGE, ReturnWatch, choose_layout
 from megatron.extras.operations.slurm.node_report import NodeLimits
 from megatron.extras.operations.slurm.warm_up import warm_spares
 from megatron.observe.chronicle import CHRONICLE
@@ -226,13 +226,15 @@ class TrainingStarts:
         self._task = array_task
         self._signals = signals
         self._exclusion = exclusion
-        self.allocation = Allocation(array_task.train_nodes)
+        fewer = array_task.fewer_nodes
+        least = None if fewer == "never" else fewer
+        self.allocation = Allocation(array_task.train_nodes, least)
         self._layout_flags: tuple[str, ...] = ()
         self.has_lost_hosts_back = False
         """Whether the last step ended because lost hosts can be used again."""
 
-    def shrink(self) -> str:
-        """Choose a layout on fewer hosts, and return it in words.
+    def shrink(self) -> dict[str, Any]:
+        """Choose a layout on fewer hosts, report it, and return it for the chronicle.
 
         Raises:
             OperationsError: No layout is possible, or none is allowed.
@@ -250,7 +252,9 @@ class TrainingStarts:
             raise OperationsError(f"{left}, and no layout is possible on fewer: {error}") from error
         allocation.shrink(found.nodes)
         self._layout_flags = found.flags
-        return f"{found.nodes} of {allocation.complete} nodes, {found.text}"
+        text = f"{found.nodes} of {allocation.complete} nodes, {found.text}"
+        task.alert(f"array task {client.describe_job()} goes on with {text}")
+        return {CHANGE: found.nodes, "layout": text}
 
     def start(self, restart: int) -> StartEnd:
         """Check the nodes and train until the training ends.
@@ -263,7 +267,7 @@ class TrainingStarts:
             OSError: A folder cannot be written.
         """
         if restart == 0:
-            self.allocation.read()
+            self._read_allocation()
         if self._task.nodes is not None:
             end = self._check_nodes(self._task.nodes)
             if end is not None:
@@ -276,6 +280,23 @@ class TrainingStarts:
         task = self._task
         with warm_spares(self.allocation, task.srun, task.command, task.main_log):
             return self._train(restart)
+
+    def _read_allocation(self) -> None:
+        """Read the hosts of the job. If they are fewer than the complete training needs, shrink.
+
+        Raises:
+            OperationsError: See `start`.
+        """
+        allocation = self.allocation
+        allocation.read()
+        if allocation.is_large_enough:
+            return
+        # `sbatch --nodes=3-4` allows it, for example after the first host was lost.
+        past = client.expand_hosts(",".join(attempts.list_past_nodes(self._task.save)))
+        excluded = client.list_excluded(client.get_job_name()) or ()
+        allocation.past = [host for host in past if host not in excluded]
+        reason = f"the job has started with {len(allocation.good_hosts)} nodes"
+        self._exclusion.record("restart", {"reason": reason, **self.shrink()})
 
     def _rehearse(self, steps: int) -> StartEnd | None:
         """Train recorded steps again if the code is another one than that of the last start.
@@ -294,7 +315,7 @@ class TrainingStarts:
         tool = [sys.executable, "-m", "megatron.commands.handover", folders[0]]
         tool += ["--scratch", folders[1], "--steps", str(steps), "--"]
         hosts = self.allocation.train_hosts
-        program = ["-u", *task.command]
+        program = ["-u", *task.command, *self._layout_flags]
         code = self._run_step(hosts, ["--kill-on-bad-exit=1"], program, before=tool)
         if code == exit_codes.SUCCESS:
             return None

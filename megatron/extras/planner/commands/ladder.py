@@ -32,7 +32,7 @@ from megatron.base.plain_text import format_count, print_line, print_to_stderr
 from megatron.console.parse import parse_arguments, split_at_double_dash
 from megatron.console.run_tool import run_tool
 from megatron.extras.interop.translators.translator import load_config
-from megatron.extras.operations.chronicle.predicted_loss import (
+from megatron.extras.operations.chronicle.records import (
     PredictedLoss,
     write_predicted_loss,
 )

@@ -5,7 +5,7 @@ formats what it predicts.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,8 @@ FLOAT8_ROUNDING = "float8: rounding"
 FLOAT8_SCALES = "float8: messages"
 EXPERT_MESSAGES = "tokens to experts and back"
 """Parts of a step with float8. The messages have largest values, from which scales follow."""
+Row = tuple[str, str]
+"""Label and text of a line of a report. The label is indented if the row is a part of another."""
 _UTILISATION = 0.85
 """Power of a device relative to its limit."""
 _BAR = 50
@@ -179,15 +181,15 @@ def build_cost_json(plan: Plan, hardware: Hardware, options: CostOptions) -> dic
     }
 
 
-def format_cost(
+def list_cost_rows(
     plan: Plan,
     hardware: Hardware,
     options: CostOptions,
     *,
     is_default: bool = False,
     assumed: Sequence[str] = (),
-) -> list[str]:
-    """Format the prediction for people.
+) -> Iterator[Row]:
+    """Yield the rows of the prediction.
 
     Args:
         plan: The plan.
@@ -197,46 +199,50 @@ def format_cost(
         assumed: What is assumed about the run.
     """
     if plan.errors:
-        return []
+        return
     if not can_be_predicted(plan, hardware):
-        text = f"no prediction: {hardware.name} has no fp32_tflops. Use --bf16"
-        return [_format_row("step", text)]
+        yield "step", f"no prediction: {hardware.name} has no fp32_tflops. Use --bf16"
+        return
     prediction = predict_plan(plan, hardware)
     forecast = predict_goodput(plan, hardware, options, prediction.seconds)
     found = replay_failures(plan, hardware, options, forecast)
-    lines = [
-        _format_row(
-            "predicted step",
-            f"{prediction.seconds:,.3g} s on {hardware.name}, at batch size "
-            f"{plan.batch_size.final:,}",
-        ),
-        *_format_default(hardware, is_default=is_default),
-        *_format_missing_gpu(hardware),
-        *_format_precision(plan, hardware, prediction),
-        *_format_float8(plan, prediction),
-        *_format_breakdown(prediction),
-        _format_row(
-            "  speed",
-            f"{prediction.tokens_per_second * plan.world_size:,.0f} tokens/s, "
-            f"{prediction.compute_tflops(hardware=True):.1f} TFLOPs (hardware, full attention)",
-        ),
-        _format_row(
-            "  MFU",
-            f"{100 * prediction.compute_mfu(causal=False):.1f} % with full attention, "
-            f"{100 * prediction.compute_mfu(causal=True):.1f} % with causal attention",
-        ),
-        *_format_replay(plan, prediction),
-        *_format_loads(plan, hardware),
-        *_format_memory(prediction),
-        *format_assumed("  assumed", assumed),
-        *_format_unused_speed(plan, hardware, prediction),
-        *_format_run(plan, prediction, forecast, found, options),
-    ]
+    size = f"batch size {plan.batch_size.final:,}"
+    yield "predicted step", f"{prediction.seconds:,.3g} s on {hardware.name}, at {size}"
+    if is_default:
+        text = f"{hardware.name} is the default. Without a GPU, give --hardware cpu"
+        yield "  hardware", text
+    if not hardware.has_gpu:
+        yield "  devices", "CPUs. The run has no GPU, and its prediction is rough"
+    yield from _list_precision(plan, hardware, prediction)
+    yield from _list_float8(plan, prediction)
+    yield from _list_breakdown(prediction)
+    tflops = f"{prediction.compute_tflops(hardware=True):.1f} TFLOPs (hardware, full attention)"
+    yield "  speed", f"{prediction.tokens_per_second * plan.world_size:,.0f} tokens/s, {tflops}"
+    full, causal = (100 * prediction.compute_mfu(causal=causal) for causal in (False, True))
+    yield "  MFU", f"{full:.1f} % with full attention, {causal:.1f} % with causal attention"
+    if (share := _compute_replay_share(plan, prediction)) is not None:
+        yield (
+            "  replay",
+            f"{prediction.estimate_replay_seconds():,.3g} s every "
+            f"{plan.config.parallel.replay_interval:,} iterations, which is {100 * share:.2g} % of "
+            "their time. It needs about the memory of a step",
+        )
+    # The loads of experts that the prediction assumes.
+    if (plan.expert_size or 1) > 1 and hardware.expert_imbalance > 1:
+        text = f"the fullest rank gets {hardware.expert_imbalance:g} times the mean"
+        yield "  experts", f"{text} (--expert-imbalance)"
+    elif (plan.expert_size or 1) > 1:
+        text = "in perfect balance. A learned router is slower: one run had an MFU of 14.7 % and "
+        yield "  experts", f"{text}32.4 % with forced balance (--expert-imbalance)"
+    yield from _list_memory(prediction)
+    yield from list_assumed("  assumed", assumed)
+    # At most three rows about speed that the plan does not use.
+    for gain, advice in list_unused_speed(plan, hardware, prediction)[:3]:
+        yield "  unused speed", f"{100 * gain:,.0f} % more: {advice}"
+    yield from _list_run(plan, prediction, forecast, found, options)
     storage = plan_storage(plan, hardware, prediction.seconds, options)
     if storage is not None:
-        text = describe_storage(plan, storage, options)
-        lines.append(_format_row("object store", text))
-    return lines
+        yield "object store", describe_storage(plan, storage, options)
 
 
 def _compute_replay_share(plan: Plan, prediction: StepPrediction) -> float | None:
@@ -245,32 +251,6 @@ def _compute_replay_share(plan: Plan, prediction: StepPrediction) -> float | Non
     if not interval:
         return None
     return prediction.estimate_replay_seconds() / (interval * prediction.seconds)
-
-
-def _format_replay(plan: Plan, prediction: StepPrediction) -> list[str]:
-    """Return a row about the time of replays."""
-    share = _compute_replay_share(plan, prediction)
-    if share is None:
-        return []
-    return [
-        _format_row(
-            "  replay",
-            f"{prediction.estimate_replay_seconds():,.3g} s every "
-            f"{plan.config.parallel.replay_interval:,} iterations, which is {100 * share:.2g} % of "
-            "their time. It needs about the memory of a step",
-        )
-    ]
-
-
-def _format_loads(plan: Plan, hardware: Hardware) -> list[str]:
-    """Return a row about the loads of experts that the prediction assumes."""
-    if (plan.expert_size or 1) == 1:
-        return []
-    if hardware.expert_imbalance > 1:
-        text = f"the fullest rank gets {hardware.expert_imbalance:g} times the mean"
-        return [_format_row("  experts", f"{text} (--expert-imbalance)")]
-    text = "in perfect balance. A learned router is slower: one run had an MFU of 14.7 % and "
-    return [_format_row("  experts", f"{text}32.4 % with forced balance (--expert-imbalance)")]
 
 
 def format_days(days: float) -> str:
@@ -288,71 +268,53 @@ def _format_in(value: float, units: Sequence[tuple[str, float]]) -> str:
     return f"{format_number(value * count)} {unit}"
 
 
-def _format_row(label: str, text: str) -> str:
-    return f"{label:<22}{text}"
+def format_rows(rows: Iterable[Row]) -> list[str]:
+    """Return the lines of a report."""
+    return [f"{label:<22}{text}" for label, text in rows]
 
 
-def _format_default(hardware: Hardware, *, is_default: bool) -> list[str]:
-    """Return a row about hardware that nobody chose."""
-    if not is_default:
-        return []
-    text = f"{hardware.name} is the default. Without a GPU, give --hardware cpu"
-    return [_format_row("  hardware", text)]
+def list_assumed(label: str, assumed: Sequence[str]) -> Iterator[Row]:
+    """Yield what the numbers rest on, and neither the command nor a file gives."""
+    if assumed:
+        yield label, "; ".join(assumed)
 
 
-def _format_missing_gpu(hardware: Hardware) -> list[str]:
-    """Return a row about a run without GPUs."""
-    if hardware.has_gpu:
-        return []
-    return [_format_row("  devices", "CPUs. The run has no GPU, and its prediction is rough")]
-
-
-def format_assumed(label: str, assumed: Sequence[str]) -> list[str]:
-    """Return a row about what the numbers rest on, and neither the command nor a file gives."""
-    if not assumed:
-        return []
-    return [_format_row(label, "; ".join(assumed))]
-
-
-def _format_precision(plan: Plan, hardware: Hardware, prediction: StepPrediction) -> list[str]:
-    """Return a row about a format that the device does not compute in, or only slowly."""
+def _list_precision(plan: Plan, hardware: Hardware, prediction: StepPrediction) -> Iterator[Row]:
+    """Yield a row about a format that the device does not compute in, or only slowly."""
     precision = plan.config.precision
     if precision.bf16 and not hardware.has_bf16:
         text = f"{hardware.name} does not compute in bf16. Use --fp16, whose times these are"
-        return [_format_row("  precision", text)]
+        yield "  precision", text
     if precision.bf16 or precision.fp16 or not hardware.has_gpu:
-        return []
-    field = "fp16"
-    if hardware.has_bf16:
-        field = "bf16"
+        return
+    field = "bf16" if hardware.has_bf16 else "fp16"
     given: dict[str, Any] = {field: True}
     config = replace(plan.config, precision=replace(precision, **given))
     half = predict_plan(replace(plan, config=config), hardware)
-    text = (
-        f"fp32. With --{field}, a step would take {half.seconds:,.3g} s, and "
-        f"{half.peak_bytes / 2**30:,.1f} instead of {prediction.peak_bytes / 2**30:,.1f} GiB"
-    )
-    return [_format_row("  precision", text)]
+    sizes = f"{half.peak_bytes / 2**30:,.1f} instead of {prediction.peak_bytes / 2**30:,.1f} GiB"
+    text = f"fp32. With --{field}, a step would take {half.seconds:,.3g} s, and {sizes}"
+    yield "  precision", text
 
 
-def _format_float8(plan: Plan, prediction: StepPrediction) -> list[str]:
-    """Return a row about float8, or about why it is not predicted."""
+def _list_float8(plan: Plan, prediction: StepPrediction) -> Iterator[Row]:
+    """Yield a row about float8, or about why it is not predicted."""
     config = plan.config
     if config.precision.fp8_format is None:
-        return []
-    if config.precision.fp8_emulate:
-        return [_format_row("  float8", "emulated. The times and the memory are those without it")]
+        return
     name = prediction.job.hardware.name
-    if prediction.job.software.float8 is None:
-        text = f"{name} has no such products. The times and the memory are those without float8"
-        return [_format_row("  float8", text)]
-    layers = list_float8_layers(config)
-    sizes = sorted({each.complete for each in list_linears(plan.shape, 1)})
-    others = [f"{size[0]:,} x {size[1]:,}" for size in sizes if not fits_float8(size)]
-    text = f"{config.precision.fp8_recipe}, transformer layers {layers.start + 1} to {layers.stop}"
-    if others:
-        text += f"; not in float8, because a size is no multiple of {MULTIPLE}: {', '.join(others)}"
-    return [_format_row("  float8", text)]
+    text = f"{name} has no such products. The times and the memory are those without float8"
+    if config.precision.fp8_emulate:
+        text = "emulated. The times and the memory are those without it"
+    elif prediction.job.software.float8 is not None:
+        layers = list_float8_layers(config)
+        sizes = sorted({each.complete for each in list_linears(plan.shape, 1)})
+        others = [f"{size[0]:,} x {size[1]:,}" for size in sizes if not fits_float8(size)]
+        recipe = config.precision.fp8_recipe
+        text = f"{recipe}, transformer layers {layers.start + 1} to {layers.stop}"
+        if others:
+            why = f"a size is no multiple of {MULTIPLE}"
+            text += f"; not in float8, because {why}: {', '.join(others)}"
+    yield "  float8", text
 
 
 def list_possible_fusions(plan: Plan) -> dict[str, str]:
@@ -434,37 +396,23 @@ def _list_layout_changes(plan: Plan, prediction: StepPrediction) -> list[tuple[s
     return changes
 
 
-def _format_unused_speed(plan: Plan, hardware: Hardware, prediction: StepPrediction) -> list[str]:
-    """Return at most three rows about speed that the plan does not use."""
-    return [
-        _format_row("  unused speed", f"{100 * gain:,.0f} % more: {advice}")
-        for gain, advice in list_unused_speed(plan, hardware, prediction)[:3]
-    ]
-
-
-def _format_breakdown(prediction: StepPrediction) -> list[str]:
-    """Format a bar for each part of a step."""
+def _list_breakdown(prediction: StepPrediction) -> Iterator[Row]:
+    """Yield a bar for each part of a step."""
     parts = list_breakdown(prediction)
     # Shares refer to the sum of the parts, which is the step.
     total = sum(seconds for _, seconds in parts)
-    lines = [
-        _format_row(
-            f"  {name}",
-            f"{seconds:>10,.3g} s {100 * seconds / total:>5.1f} % "
-            f"{'#' * round(_BAR * seconds / total)}",
-        )
-        for name, seconds in parts
+    for name, seconds in parts:
         # The others would be shown as 0.0 %.
-        if seconds >= 0.0005 * total
-    ]
+        if seconds >= 0.0005 * total:
+            bar = "#" * round(_BAR * seconds / total)
+            yield f"  {name}", f"{seconds:>10,.3g} s {100 * seconds / total:>5.1f} % {bar}"
     # Stages with equal numbers of layers differ in time if their kinds of layers do.
     if prediction.job.shape.linear_layers and len(prediction.rank_seconds) > 1:
         ranks = " ".join(f"{each.total:,.3g}" for each in prediction.rank_seconds)
-        lines.append(_format_row("    by pipeline rank", f"{ranks} s of computation"))
-    return lines
+        yield "    by pipeline rank", f"{ranks} s of computation"
 
 
-def _format_memory(prediction: StepPrediction) -> list[str]:
+def _list_memory(prediction: StepPrediction) -> Iterator[Row]:
     hardware = prediction.job.hardware
     totals = [rank.total / 2**30 for rank in prediction.memory]
     fullest = totals.index(max(totals))
@@ -475,62 +423,47 @@ def _format_memory(prediction: StepPrediction) -> list[str]:
         for name, size in vars(prediction.memory[fullest]).items()
         if size >= 0.05 * 2**30
     )
-    lines = [
-        _format_row(
-            "  peak memory",
-            f"{totals[fullest]:,.1f} of {hardware.memory_gib:,.1f} GiB, of which "
-            f"{100 * hardware.usable_share:g} % may be used: "
-            f"{verdict if verdict is Verdict.FITS else verdict.upper()} ({kinds})",
-        )
-    ]
+    yield (
+        "  peak memory",
+        f"{totals[fullest]:,.1f} of {hardware.memory_gib:,.1f} GiB, of which "
+        f"{100 * hardware.usable_share:g} % may be used: "
+        f"{verdict if verdict is Verdict.FITS else verdict.upper()} ({kinds})",
+    )
     if len(totals) > 1:
-        stages = " ".join(f"{total:,.1f}" for total in totals)
-        lines.append(_format_row("    by pipeline rank", stages))
-    return lines
+        yield "    by pipeline rank", " ".join(f"{total:,.1f}" for total in totals)
 
 
-def _format_run(
+def _list_run(
     plan: Plan,
     prediction: StepPrediction,
     forecast: GoodputForecast,
     found: GoodputReplay | None,
     options: CostOptions,
-) -> list[str]:
+) -> Iterator[Row]:
     if prediction.verdict is Verdict.DOES_NOT_FIT:
-        return [_format_row("predicted run", "none, because the layout does not fit")]
-    lines = []
+        yield "predicted run", "none, because the layout does not fit"
+        return
     run = predict_run(plan, prediction, forecast.own, options)
     if run is not None:
-        lines.append(
-            _format_row(
-                "predicted run",
-                ", ".join([format_days(run.days), *_list_cost(run, prediction)]),
-            )
-        )
+        yield "predicted run", ", ".join([format_days(run.days), *_list_cost(run, prediction)])
         if 86400 * run.days < forecast.best.save_interval_seconds:
             # A short run ends before the first save, and hardly ever fails.
-            return lines
-    rows = list_goodput_rows(prediction, forecast, found)
-    return lines + [_format_row(label, text) for label, text in rows]
+            return
+    yield from list_goodput_rows(prediction, forecast, found)
 
 
-def _list_cost(run: RunCost, prediction: StepPrediction) -> list[str]:
-    """Return what a run costs, without what is next to nothing."""
-    parts = []
+def _list_cost(run: RunCost, prediction: StepPrediction) -> Iterator[str]:
+    """Yield what a run costs, without what is next to nothing."""
     # Below a thousandth, both durations are shown as the same number.
     if run.days_with_failures > 1.001 * run.days:
-        parts.append(f"{format_days(run.days_with_failures)} with failures")
+        yield f"{format_days(run.days_with_failures)} with failures"
     footprint = run.footprint
     if prediction.job.hardware.has_gpu and footprint.device_hours >= 0.5:
-        parts.append(f"{footprint.device_hours:,.0f} GPU-hours")
+        yield f"{footprint.device_hours:,.0f} GPU-hours"
     if footprint.megawatt_hours >= 1e-6:
-        units = (("MWh", 1), ("kWh", 1e3), ("Wh", 1e6))
-        parts.append(_format_in(footprint.megawatt_hours, units))
+        yield _format_in(footprint.megawatt_hours, (("MWh", 1), ("kWh", 1e3), ("Wh", 1e6)))
     if footprint.tonnes >= 1e-6:
-        parts.append(
-            _format_in(footprint.tonnes, (("t CO2e", 1), ("kg CO2e", 1e3), ("g CO2e", 1e6)))
-        )
-    return parts
+        yield _format_in(footprint.tonnes, (("t CO2e", 1), ("kg CO2e", 1e3), ("g CO2e", 1e6)))
 
 
 def write_trace(prediction: StepPrediction, path: Path) -> None:

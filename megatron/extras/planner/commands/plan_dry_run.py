@@ -144,16 +144,22 @@ def format_dry_run(plan: Plan, reports: list[RankReport]) -> list[str]:
     if plan.config.kernels.use_torch_compile:
         lines.append("  The command has --use-torch-compile. Nothing is compiled here.")
     for report in reports:
+        step = report.step
         lines += [
             "",
             f"rank {report.rank} of {plan.world_size} ({report.coordinate}), "
             f"{report.microbatches} of {of_step} microbatches{_describe_loads(plan, report)}",
             *_format_memory(report),
-            *_format_products(report),
-            *_format_collectives(report),
-            *_format_waits(report),
-            *_format_copies(report),
         ]
+        if any(each.left.startswith("float8") for each in step.products):
+            lines += _format_counted(_PRODUCTS, step.products)
+        if step.collectives:
+            lines += _format_counted(_COLLECTIVES, step.collectives)
+        else:
+            # One rank sends nothing. A table with a head only would look like an error.
+            lines.append("  no collectives")
+        lines += _format_counted(_WAITS, step.synchronisations)
+        lines += _format_counted(_COPIES, step.copies)
     return lines
 
 
@@ -185,57 +191,39 @@ def _format_gib(size: float) -> str:
     return f"{size / 2**30:,.4g} GiB"
 
 
-def _format_products(report: RankReport) -> list[str]:
-    """Return a table of the products by dtype, if some are in float8."""
-    products = report.step.products
-    if not any(each.left.startswith("float8") for each in products):
-        return []
-    rows = [("product of", "and", "result", "count")]
-    rows += [(each.left, each.right, each.result, str(count)) for each, count in products.items()]
+_PRODUCTS = {"product of": "left", "and": "right", "result": "result"}
+_COLLECTIVES = {
+    "collective": "kind",
+    "group": "group",
+    "ranks": "ranks",
+    "dtype": "dtype",
+    "each": "size",
+    "stream": "stream",
+}
+_WAITS = {"the host waits": "cause", "at": "line"}
+_COPIES = {"copy": "direction", "at": "line", "each": "size", "waits": "blocking"}
+
+
+def _format_counted(columns: dict[str, str], counted: dict[Any, int]) -> list[str]:
+    """Return the table of what was counted.
+
+    Args:
+        columns: Head of a column -> the field that it shows.
+        counted: What happened -> how often.
+    """
+    rows = [(*columns, "count")]
+    for each, count in counted.items():
+        cells = (_format_cell(field, getattr(each, field)) for field in columns.values())
+        rows.append((*cells, str(count)))
     return _format_table(rows)
 
 
-def _format_collectives(report: RankReport) -> list[str]:
-    rows = [("collective", "group", "ranks", "dtype", "each", "stream", "count")]
-    rows += [
-        (
-            each.kind,
-            each.group,
-            str(each.ranks),
-            each.dtype,
-            format_bytes(each.size),
-            each.stream,
-            str(count),
-        )
-        for each, count in report.step.collectives.items()
-    ]
-    if len(rows) == 1:
-        # One rank sends nothing. A table with a head only would look like an error.
-        return ["  no collectives"]
-    return _format_table(rows)
-
-
-def _format_waits(report: RankReport) -> list[str]:
-    rows = [("the host waits", "at", "count")]
-    rows += [
-        (each.cause, each.line, str(count)) for each, count in report.step.synchronisations.items()
-    ]
-    return _format_table(rows)
-
-
-def _format_copies(report: RankReport) -> list[str]:
-    rows = [("copy", "at", "each", "waits", "count")]
-    rows += [
-        (
-            each.direction,
-            each.line,
-            format_bytes(each.size),
-            "yes" if each.blocking else "no",
-            str(count),
-        )
-        for each, count in report.step.copies.items()
-    ]
-    return _format_table(rows)
+def _format_cell(field: str, value: Any) -> str:
+    if field == "size":
+        return format_bytes(value)
+    if field == "blocking":
+        return "yes" if value else "no"
+    return str(value)
 
 
 def _format_table(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -72,15 +72,9 @@ def estimate_memory(plan: Plan) -> dict[str, Any]:
     # So any rank may need most.
     needed = [parts[rank].total + estimate_activations(plan, rank, share) for rank in ranks]
     fullest = needed.index(max(needed))
-    model = estimate_parameter_memory(
-        plan.parameters,
-        half=_is_half(plan),
-        state_bytes=flops.count_state_bytes(
-            config.optimizer,
-            plan.parameters,
-            flops.count_matrix_parameters(plan.shape),
-        ),
-    )
+    matrices = flops.count_matrix_parameters(plan.shape)
+    states = flops.count_state_bytes(config.optimizer, plan.parameters, matrices)
+    model = estimate_parameter_memory(plan.parameters, half=_is_half(plan), state_bytes=states)
     memory = {
         "model": {**vars(model), "total": model.total},
         "pipeline_rank": fullest,
@@ -124,93 +118,59 @@ def choose_final_schedule(plan: Plan) -> PipelineSchedule:
     )
 
 
-def estimate_layer_activation_bytes(
-    shape: ModelShape,
-    micro_batch_size: int,
-    tensor_parallel_size: int = 1,
-    *,
-    sequence_parallel: bool = False,
-    half: bool = True,
-    scores_kept: bool = False,
-) -> int:
-    """Estimate the activations that one layer keeps for the backward pass of one microbatch.
+@dataclass(frozen=True)
+class PaperActivations:
+    """What a rank keeps of a microbatch for the backward pass, in bytes, by 2205.05198."""
 
-    The estimate is for one rank, without any recomputation. For GPT-2's shape in half precision it
-    is s b h (10 + 24/t), or s b h 34/t with sequence parallelism. Without a
-    flash kernel the attention scores are kept as well, which are 5 a s^2 b / t. Source: 2205.05198,
-    equations 1, 2 and 4, and table 2.
-    """
-    w = get_widths(shape)
-    t = tensor_parallel_size
-    value = 2 if half else 4
-    # Inputs of norms and column-parallel linear layers, and the masks of dropout at one byte each.
-    replicated = value * 4 * w.h + (2 * w.h if shape.config.hidden_dropout else 0)
-    # Queries, keys, values, the attention's output and the MLP's inner activations.
-    sharded = value * (w.q + w.k + w.v + w.context + w.mlp_in + w.f)
-    if scores_kept:
-        # Scores before and after the dropout, and its mask.
-        sharded += (
-            shape.config.num_attention_heads
-            * shape.config.seq_length
-            * (2 * value + 1 if shape.config.attention_dropout else value)
-        )
-    # Sequence parallelism also shards what every tensor-parallel rank holds otherwise.
-    per_token = replicated // (t if sequence_parallel else 1) + sharded // t
-    return shape.config.seq_length * micro_batch_size * per_token
+    shape: ModelShape
+    micro_batch: int
+    tensor: int = 1
+    sequence_parallel: bool = False
+    half: bool = True
+    scores_kept: bool = False
+    """Whether the attention scores are kept, as without a flash kernel."""
 
+    @property
+    def layer(self) -> int:
+        """What one layer keeps without any recomputation.
 
-def estimate_layer_input_bytes(
-    shape: ModelShape,
-    micro_batch_size: int,
-    tensor_parallel_size: int = 1,
-    *,
-    sequence_parallel: bool = False,
-    half: bool = True,
-) -> int:
-    """Estimate what full recomputation keeps of a layer for one microbatch, which is its input.
+        For GPT-2's shape in half precision it is s b h (10 + 24/t), or s b h 34/t with sequence
+        parallelism. Scores are 5 a s^2 b / t. Source: equations 1, 2 and 4, and table 2.
+        """
+        config = self.shape.config
+        w = get_widths(self.shape)
+        value = 2 if self.half else 4
+        # Inputs of norms and column-parallel linear layers, and the masks of dropout at one byte
+        # each.
+        replicated = value * 4 * w.h + (2 * w.h if config.hidden_dropout else 0)
+        # Queries, keys, values, the attention's output and the MLP's inner activations.
+        sharded = value * (w.q + w.k + w.v + w.context + w.mlp_in + w.f)
+        if self.scores_kept:
+            # Scores before and after the dropout, and its mask.
+            of_score = 2 * value + 1 if config.attention_dropout else value
+            sharded += config.num_attention_heads * config.seq_length * of_score
+        # Sequence parallelism also shards what every tensor-parallel rank holds otherwise.
+        ranks = self.tensor if self.sequence_parallel else 1
+        per_token = replicated // ranks + sharded // self.tensor
+        return config.seq_length * self.micro_batch * per_token
 
-    In half precision this is 2 s b h (2205.05198, section 5).
-    """
-    values = shape.config.seq_length * micro_batch_size * shape.config.hidden_size
-    ranks = tensor_parallel_size if sequence_parallel else 1
-    return (2 if half else 4) * values // ranks
+    @property
+    def layer_input(self) -> int:
+        """What full recomputation keeps of a layer: 2 s b h in half precision (section 5)."""
+        config = self.shape.config
+        values = config.seq_length * self.micro_batch * config.hidden_size
+        ranks = self.tensor if self.sequence_parallel else 1
+        return (2 if self.half else 4) * values // ranks
 
+    @property
+    def logits(self) -> int:
+        """The last stage's fp32 logits, 4 s b V / t (section 4.3)."""
+        values = self.shape.config.seq_length * self.micro_batch * self.shape.padded_vocab_size
+        return 4 * values // self.tensor
 
-def estimate_stage_activation_bytes(
-    shape: ModelShape,
-    micro_batch_size: int,
-    tensor_parallel_size: int = 1,
-    *,
-    layers: int,
-    recomputed_layers: int = 0,
-    sequence_parallel: bool = False,
-    half: bool = True,
-    scores_kept: bool = False,
-) -> int:
-    """Estimate what one microbatch keeps of a stage until its backward pass, on one rank.
-
-    A layer keeps all its activations, or only its input if it is recomputed.
-    """
-    sharing = {"sequence_parallel": sequence_parallel, "half": half}
-    whole = estimate_layer_activation_bytes(
-        shape, micro_batch_size, tensor_parallel_size, scores_kept=scores_kept, **sharing
-    )
-    # A recomputed layer starts again from its input.
-    kept = estimate_layer_input_bytes(shape, micro_batch_size, tensor_parallel_size, **sharing)
-    return (layers - recomputed_layers) * whole + recomputed_layers * kept
-
-
-def estimate_logits_bytes(
-    shape: ModelShape, micro_batch_size: int, tensor_parallel_size: int = 1
-) -> int:
-    """Estimate the last stage's fp32 logits of one microbatch, 4 s b V / t (2205.05198, 4.3)."""
-    return (
-        4
-        * shape.config.seq_length
-        * micro_batch_size
-        * shape.padded_vocab_size
-        // tensor_parallel_size
-    )
+    def sum_layers(self, layers: int, recomputed: int = 0) -> int:
+        """Return what some layers keep. A recomputed one starts again from its input."""
+        return (layers - recomputed) * self.layer + recomputed * self.layer_input
 
 
 def estimate_activations(
@@ -222,39 +182,31 @@ def estimate_activations(
     are recomputed keep only their input.
     """
     parallel = plan.config.parallel
-    micro = plan.config.batch.micro_batch_size
-    # A plan with errors may have a size of 0 here as well.
-    tensor = max(1, parallel.tensor_model_parallel_size)
-    sharing = {
-        "sequence_parallel": parallel.sequence_parallel,
-        "half": _is_half(plan),
-        "scores_kept": scores_kept,
-    }
+    paper = PaperActivations(
+        plan.shape,
+        plan.config.batch.micro_batch_size,
+        # A plan with errors may have a size of 0 here as well.
+        max(1, parallel.tensor_model_parallel_size),
+        parallel.sequence_parallel,
+        _is_half(plan),
+        scores_kept,
+    )
     stages = select_stages_of_rank(plan.stages, pipeline_rank, plan.pipeline_size)
     counts = [
         (len(stage.layers), flops.count_recomputed_layers(stage.layers, recomputed))
         for stage in stages
     ]
-    # With virtual stages a rank has several stages, and a microbatch visits each of them.
-    visits = [
-        estimate_stage_activation_bytes(
-            plan.shape, micro, tensor, layers=layers, recomputed_layers=again, **sharing
-        )
-        for layers, again in counts
-    ]
-    # The stages of a rank may differ, so the mean of its visits is multiplied by the number in
-    # flight.
-    kept = (
-        choose_final_schedule(plan).count_in_flight(pipeline_rank)
-        * sum(visits)
-        // max(1, len(visits))
-    )
+    # With virtual stages a rank has several stages, and a microbatch visits each of them. They may
+    # differ, so the mean of the visits is multiplied by the number in flight.
+    visits = sum(paper.sum_layers(*each) for each in counts)
+    in_flight = choose_final_schedule(plan).count_in_flight(pipeline_rank)
+    kept = in_flight * visits // max(1, len(counts))
     # While one layer is recomputed, its full activations exist next to the stored inputs.
     if any(again for _, again in counts):
-        kept += estimate_stage_activation_bytes(plan.shape, micro, tensor, layers=1, **sharing)
+        kept += paper.layer
     # Only the last stage has the output projection, whose logits are [b, s, v/t].
     if any(stage.last for stage in stages):
-        kept += estimate_logits_bytes(plan.shape, micro, tensor)
+        kept += paper.logits
     # Everything here grows with the tokens of a rank.
     return kept // max(1, parallel.context_parallel_size)
 
@@ -332,7 +284,18 @@ def estimate_strategies(plan: Plan, hardware: Hardware) -> list[StrategyEstimate
             name += f" on {plan.shard_size}"
             flags += f" --hsdp-shard-size {plan.shard_size}"
         ways.append((name, flags, plan.zero_stage, plan.shard_size))
-    return [_estimate(plan, hardware, *way) for way in ways]
+    prediction = predict_plan(plan, hardware)
+    # The rank with most parameters sends most.
+    fullest = plan.stage_parameters.index(max(plan.stage_parameters))
+    estimates = []
+    for name, flags, stage, size in ways:
+        layout = replace(prediction.job.layout, zero_stage=stage, shard=size)
+        job = replace(prediction.job, layout=layout)
+        time = estimate_data_parallel_time(job, plan.stages, fullest)
+        changed = StepPrediction(job)
+        needs = round(changed.peak_bytes), changed.verdict, changed.seconds
+        estimates.append(StrategyEstimate(name, flags, time, *needs))
+    return estimates
 
 
 def choose_strategy(estimates: Sequence[StrategyEstimate]) -> StrategyEstimate | None:
@@ -345,20 +308,6 @@ def choose_strategy(estimates: Sequence[StrategyEstimate]) -> StrategyEstimate |
         if fitting:
             return min(fitting, key=lambda each: each.step_seconds)
     return None
-
-
-def _estimate(
-    plan: Plan, hardware: Hardware, name: str, flags: str, stage: int, size: int
-) -> StrategyEstimate:
-    prediction = predict_plan(plan, hardware)
-    layout = replace(prediction.job.layout, zero_stage=stage, shard=size)
-    job = replace(prediction.job, layout=layout)
-    # The rank with most parameters sends most.
-    fullest = plan.stage_parameters.index(max(plan.stage_parameters))
-    time = estimate_data_parallel_time(job, plan.stages, fullest)
-    changed = StepPrediction(job)
-    memory = round(changed.peak_bytes)
-    return StrategyEstimate(name, flags, time, memory, changed.verdict, changed.seconds)
 
 
 _MOST_MORE_TIME = 0.02
@@ -418,15 +367,15 @@ def predict_goodput(
     reliability = Reliability(hours, restart, save)
     best = estimate_goodput(reliability)
     interval = _find_save_seconds(plan, step_seconds)
-    own = best
+    own: PlannedGoodput | None = best
     if interval is not None:
         try:
             own = estimate_goodput(reliability, interval)
         except ConfigError:
-            return GoodputForecast(None, best, interval, reliability)
+            own = None
     # An interval that is nearly the best one is not what keeps the run from its end.
-    if own.useful < _LEAST_USEFUL * best.useful:
-        return GoodputForecast(None, best, interval, reliability)
+    if own is not None and own.useful < _LEAST_USEFUL * best.useful:
+        own = None
     return GoodputForecast(own, best, interval, reliability)
 
 

@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import groupby
@@ -16,7 +16,7 @@ from megatron.config.compare import (
 from megatron.config.optimizer import OptimizerConfig
 from megatron.data.epochs import DatasetUse, describe_epochs
 from megatron.data.phases import PlannedPhase
-from megatron.extras.planner.commands.plan_cost import format_assumed
+from megatron.extras.planner.commands.plan_cost import Row, format_rows, list_assumed
 from megatron.extras.planner.commands.plan_estimates import (
     choose_final_schedule,
     choose_strategy,
@@ -80,12 +80,7 @@ def build_json(
         "padded_vocab_size": plan.padded_vocab_size,
         **build_length_json(plan),
         "training_data": [
-            {
-                "prefix": use.prefix,
-                "tokens": use.tokens,
-                "epochs": use.epochs,
-                "filled": use.filled,
-            }
+            {name: getattr(use, name) for name in ("prefix", "tokens", "epochs", "filled")}
             for use in uses
         ],
         "last_lr": compute_last_rate(plan),
@@ -145,15 +140,11 @@ def build_length_json(plan: Plan) -> dict[str, Any]:
 
 def build_phase_json(planned: PlannedPhase) -> dict[str, Any]:
     """Return a phase of the training data as plain data."""
-    phase = planned.phase
+    names = ("seed", "data_path", "train_weighted_split_paths", "datasets", "weights")
     return {
         "first_iteration": planned.first_iteration,
         "start_sample": planned.start_sample,
-        "seed": phase.seed,
-        "data_path": list(phase.data_path),
-        "train_weighted_split_paths": list(phase.train_weighted_split_paths),
-        "datasets": phase.datasets,
-        "weights": phase.weights,
+        **{name: getattr(planned.phase, name) for name in names},
     }
 
 
@@ -179,7 +170,7 @@ def format_plan(
     warnings: list[str],
     uses: Sequence[DatasetUse],
     hardware: Hardware,
-    cost: Sequence[str] = (),
+    cost: Iterable[Row] = (),
     assumed: Sequence[str] = (),
 ) -> list[str]:
     """Format the plan for people, one line per entry.
@@ -190,21 +181,22 @@ def format_plan(
         warnings: The warnings.
         uses: The training data sets.
         hardware: The devices.
-        cost: The lines of its prediction.
+        cost: The rows of its prediction.
         assumed: What is assumed about the run.
     """
-    lines = [
-        *format_assumed("assumed", assumed),
-        *_format_model(plan, hardware),
-        *_format_training(plan),
-        *_format_phases(plan),
-        *([_format_row("epochs", describe_epochs(uses))] if uses else []),
-        *_format_memory(plan),
-        *_format_flops(plan),
-        *_format_context(plan, hardware),
-        *_format_communication(plan, hardware),
+    rows = [
+        *list_assumed("assumed", assumed),
+        *_list_model(plan, hardware),
+        *_list_training(plan),
+        *_list_phases(plan),
+        *([("epochs", describe_epochs(uses))] if uses else []),
+        *_list_memory(plan),
+        *_list_flops(plan),
+        *_list_context(plan, hardware),
+        *_list_communication(plan, hardware),
         *cost,
     ]
+    lines = format_rows(rows)
     if at:
         lines += [
             "",
@@ -224,47 +216,37 @@ def format_plan(
     return lines
 
 
-def _format_row(label: str, text: str) -> str:
-    return f"{label:<22}{text}"
-
-
-def _format_model(plan: Plan, hardware: Hardware) -> list[str]:
+def _list_model(plan: Plan, hardware: Hardware) -> Iterator[Row]:
     parallel = plan.config.parallel
     fullest = max(plan.stage_parameters)
     context = ""
     if parallel.context_parallel_size > 1:
         context = f"{parallel.context_parallel_size} context x "
-    return [
-        _format_row(
-            "parameters",
-            f"{plan.parameters:,} with the padded vocabulary of {plan.padded_vocab_size:,} "
-            f"({plan.vocab_size:,} real)",
-        ),
-        _format_row(
-            "  on a rank",
-            f"{fullest:,} at most (pipeline rank {plan.stage_parameters.index(fullest)}), "
-            "before ZeRO",
-        ),
-        _format_row(
-            "grid",
-            f"{format_count(plan.world_size, 'process', 'processes')} = "
-            f"{parallel.tensor_model_parallel_size} tensor x "
-            f"{parallel.pipeline_model_parallel_size} pipeline x {context}"
-            f"{plan.data_parallel_size} data; ZeRO {plan.zero_stage}{_describe_copies(plan)}",
-        ),
-        *_format_pipeline(plan),
-        _format_row("attention", _describe_attention(plan)),
-        *_format_mlp(plan),
-        *_format_experts(plan, hardware),
-    ]
+    vocabulary = f"{plan.padded_vocab_size:,} ({plan.vocab_size:,} real)"
+    yield "parameters", f"{plan.parameters:,} with the padded vocabulary of {vocabulary}"
+    rank = plan.stage_parameters.index(fullest)
+    yield "  on a rank", f"{fullest:,} at most (pipeline rank {rank}), before ZeRO"
+    yield (
+        "grid",
+        f"{format_count(plan.world_size, 'process', 'processes')} = "
+        f"{parallel.tensor_model_parallel_size} tensor x "
+        f"{parallel.pipeline_model_parallel_size} pipeline x {context}"
+        f"{plan.data_parallel_size} data; ZeRO {plan.zero_stage}{_describe_copies(plan)}",
+    )
+    yield from _list_pipeline(plan)
+    yield "attention", _describe_attention(plan)
+    # There may be no layer with an MLP.
+    if len(plan.shape.expert_layers) < plan.config.model.num_layers:
+        yield "feed-forward", f"{plan.shape.ffn_hidden_size:,} wide"
+    yield from _list_experts(plan, hardware)
 
 
 def _describe_attention(plan: Plan) -> str:
     """Return the heads, and the key/value groups or the latent vectors."""
     model = plan.config.model
-    heads = f"{model.num_attention_heads} heads of {plan.head_dim}"
+    heads = f"{model.num_attention_heads} heads of {plan.shape.head_dim}"
     if plan.shape.attention != "latent":
-        return f"{heads}, {plan.num_query_groups} key/value groups"
+        return f"{heads}, {plan.shape.query_groups} key/value groups"
     queries = ""
     if model.q_lora_rank is not None:
         queries = f", and of {model.q_lora_rank:,} for queries"
@@ -277,37 +259,25 @@ def _describe_attention(plan: Plan) -> str:
     )
 
 
-def _format_mlp(plan: Plan) -> list[str]:
-    """Describe the layers with an MLP, if there are any."""
-    if len(plan.shape.expert_layers) == plan.config.model.num_layers:
-        return []
-    return [_format_row("feed-forward", f"{plan.ffn_hidden_size:,} wide")]
-
-
-def _format_experts(plan: Plan, hardware: Hardware) -> list[str]:
+def _list_experts(plan: Plan, hardware: Hardware) -> Iterator[Row]:
     """Describe the layers with experts, if there are any."""
     model = plan.config.model
-    layers = len(plan.shape.expert_layers)
     if model.num_experts is None:
-        return []
+        return
     size = plan.config.parallel.expert_model_parallel_size
     shared = ""
     if model.moe_shared_expert_intermediate_size is not None:
         shared = f", and a shared one of {model.moe_shared_expert_intermediate_size:,}"
-    rows = [
-        _format_row(
-            "experts",
-            f"{model.moe_router_topk} of {model.num_experts:,}, each {plan.shape.expert_width:,} "
-            f"wide{shared}, in {layers} of {model.num_layers} layers; "
-            f"{model.num_experts // size:,} on a rank",
-        ),
-        _format_row(
-            "  used by a token", f"{flops.count_active_parameters(plan.shape):,} parameters"
-        ),
-    ]
+    yield (
+        "experts",
+        f"{model.moe_router_topk} of {model.num_experts:,}, each {plan.shape.expert_width:,} "
+        f"wide{shared}, in {len(plan.shape.expert_layers)} of {model.num_layers} layers; "
+        f"{model.num_experts // size:,} on a rank",
+    )
+    yield "  used by a token", f"{flops.count_active_parameters(plan.shape):,} parameters"
     # The ranks of a plan with errors may not divide the experts.
     if plan.errors:
-        return rows
+        return
     layout = replace(describe_layout(plan), imbalance=hardware.expert_imbalance)
     _, _, received = count_rows(plan.shape, layout)
     value = 2 if plan.config.precision.bf16 or plan.config.precision.fp16 else 4
@@ -318,7 +288,7 @@ def _format_experts(plan: Plan, hardware: Hardware) -> list[str]:
         if near < size:
             where = f"{near} of {size} ranks on a node"
         text += f"; 2 all-to-all a pass and layer, of {sent / 2**20:,.3g} MiB, {where}"
-    return [*rows, _format_row("  a microbatch", text)]
+    yield "  a microbatch", text
 
 
 def _describe_copies(plan: Plan) -> str:
@@ -329,23 +299,18 @@ def _describe_copies(plan: Plan) -> str:
     return f" in {plan.copies} copies of the model, each on {ranks}"
 
 
-def _format_pipeline(plan: Plan) -> list[str]:
-    """Format the stages of the pipeline. Return no line for a single stage."""
+def _list_pipeline(plan: Plan) -> Iterator[Row]:
+    """Describe the stages of the pipeline, if there are several."""
     if plan.pipeline_size == 1:
-        return []
+        return
+    each = ""
     if plan.stages_per_rank > 1:
         each = f", in {plan.stages_per_rank} virtual stages on each rank"
-    else:
-        each = ""
     millions = (f"{parameters / 1e6:,.1f}" for parameters in plan.stage_parameters)
-    rows = [
-        _format_row("layers by stage", _collapse_runs(map(str, plan.layers_per_stage)) + each),
-        _format_row("  parameters, 10^6", f"{_collapse_runs(millions)} by pipeline rank"),
-    ]
-    return rows + [
-        _format_row("", made.describe(size).removeprefix("pipeline: "))
-        for size, made in list_first_and_final(plan)
-    ]
+    yield "layers by stage", _collapse_runs(map(str, plan.layers_per_stage)) + each
+    yield "  parameters, 10^6", f"{_collapse_runs(millions)} by pipeline rank"
+    for size, made in list_first_and_final(plan):
+        yield "", made.describe(size).removeprefix("pipeline: ")
 
 
 def _collapse_runs(texts: Iterable[str]) -> str:
@@ -354,7 +319,7 @@ def _collapse_runs(texts: Iterable[str]) -> str:
     return ", ".join(text if length == 1 else f"{length} x {text}" for text, length in runs)
 
 
-def _format_training(plan: Plan) -> list[str]:
+def _list_training(plan: Plan) -> Iterator[Row]:
     batch = plan.config.batch
     seq_length = plan.config.model.seq_length
     share = batch.micro_batch_size * plan.data_parallel_size
@@ -364,53 +329,37 @@ def _format_training(plan: Plan) -> list[str]:
     if len(sizes) > SHOWN_SIZES:
         # A ramp-up can have hundreds of sizes.
         sizes = [*sizes[:3], f"... {len(sizes) - 4} more ...", sizes[-1]]
-    lines = [_format_row("batch (microbatches)", ", ".join(sizes))]
+    yield "batch (microbatches)", ", ".join(sizes)
     if plan.train_seconds is not None:
-        text = f"{format_duration(plan.train_seconds)}: the speed decides on iterations and samples"
-        lines.append(_format_row("time", text))
+        time = format_duration(plan.train_seconds)
+        yield "time", f"{time}: the speed decides on iterations and samples"
     else:
-        lines += [
-            _format_row("iterations", f"{plan.train_iters:,}"),
-            _format_row("samples", f"{plan.train_samples:,} of {seq_length:,} tokens"),
-            _format_row(
-                "tokens",
-                f"{plan.train_samples * seq_length:,}" + (" at most" if plan.curriculum else ""),
-            ),
-        ]
+        yield "iterations", f"{plan.train_iters:,}"
+        yield "samples", f"{plan.train_samples:,} of {seq_length:,} tokens"
+        most = " at most" if plan.curriculum else ""
+        yield "tokens", f"{plan.train_samples * seq_length:,}{most}"
     if plan.curriculum is not None:
-        lines.append(_format_row("sequence length", str(plan.curriculum)))
+        yield "sequence length", str(plan.curriculum)
     if batch.train_tokens is not None:
         last = plan.forecast().find_iteration_reaching_tokens(batch.train_tokens, plan.train_iters)
-        lines.append(
-            _format_row(
-                "ends by tokens",
-                f"{batch.train_tokens:,} tokens or all samples, at iteration {last:,}",
-            )
-        )
-    lines.append(_format_row("learning rate", _describe_schedule(plan)))
+        tokens = f"{batch.train_tokens:,} tokens or all samples"
+        yield "ends by tokens", f"{tokens}, at iteration {last:,}"
+    yield "learning rate", _describe_schedule(plan)
     if described := plan.describe_loss_mean():
         mean, why = described
-        lines.append(_format_row("loss", f"mean {mean} ({why})"))
-    return lines
+        yield "loss", f"mean {mean} ({why})"
 
 
-def _format_phases(plan: Plan) -> list[str]:
-    """Format the phases of the training data, one in each line."""
-    rows = []
+def _list_phases(plan: Plan) -> Iterator[Row]:
+    """Describe the phases of the training data, one in each row."""
     for number, planned in enumerate(plan.data_phases, 1):
         phase = planned.phase
         seed = plan.config.batch.seed if phase.seed is None else phase.seed
         data = " ".join(phase.data_path or phase.train_weighted_split_paths)
         if phase.datasets is not None:
             data = f"{phase.datasets}, weights {phase.weights or 'equal'}"
-        rows.append(
-            _format_row(
-                f"data phase {number}",
-                f"from iteration {planned.first_iteration:,} (sample {planned.start_sample:,}), "
-                f"seed {seed}: {data}",
-            )
-        )
-    return rows
+        start = f"{planned.first_iteration:,} (sample {planned.start_sample:,})"
+        yield f"data phase {number}", f"from iteration {start}, seed {seed}: {data}"
 
 
 def compute_last_rate(plan: Plan) -> float | None:
@@ -504,30 +453,23 @@ def _describe_memory_rule(config: OptimizerConfig) -> str:
     return rule
 
 
-def _format_memory(plan: Plan) -> list[str]:
+def _list_memory(plan: Plan) -> Iterator[Row]:
     memory_bytes = estimate_memory(plan)
     # The figures of a rank are those of the rank that needs most.
+    where = ""
     if plan.pipeline_size > 1:
         where = f"; pipeline rank {memory_bytes['pipeline_rank']} needs most"
-    else:
-        where = ""
     rule = f"by the rule of {_describe_memory_rule(plan.config.optimizer)}{where}"
-    lines = [_format_row("memory, GiB (2^30)", f"{'model':>12}{'a rank':>12}   {rule}")]
+    yield "memory, GiB (2^30)", f"{'model':>12}{'a rank':>12}   {rule}"
     for part in ("master_weights", "working_weights", "optimizer_states", "gradients", "total"):
-        model = memory_bytes["model"][part] / 2**30
-        rank = memory_bytes["rank"][part] / 2**30
-        lines.append(_format_row(f"  {part.replace('_', ' ')}", f"{model:>12,.2f}{rank:>12,.2f}"))
+        model, rank = (memory_bytes[whose][part] / 2**30 for whose in ("model", "rank"))
+        yield f"  {part.replace('_', ' ')}", f"{model:>12,.2f}{rank:>12,.2f}"
     if plan.shape.expert_layers:
         # The formula of other trainers has no experts. The predicted step has their memory.
-        return lines
+        return
     configured, kept, scores, again = (
-        memory_bytes[key] / 2**30
-        for key in (
-            "activations",
-            "activations_kept",
-            "activations_with_scores",
-            "activations_recomputed",
-        )
+        memory_bytes[f"activations{key}"] / 2**30
+        for key in ("", "_kept", "_with_scores", "_recomputed")
     )
     if share := get_recomputed_share(plan):
         note = f"{_format_layer_share(share)} recomputed; {kept:,.2f} without recomputation"
@@ -540,7 +482,7 @@ def _format_memory(plan: Plan) -> list[str]:
         if plan.stages_per_rank > 1:
             one, many = "virtual stage", "virtual stages"
         note += f"; {format_count(visits, one, many)} in flight"
-    return [*lines, _format_row("  activations", f"{'about':>12}{configured:>12,.2f}   ({note})")]
+    yield "  activations", f"{'about':>12}{configured:>12,.2f}   ({note})"
 
 
 def _format_layer_share(share: Fraction) -> str:
@@ -549,39 +491,25 @@ def _format_layer_share(share: Fraction) -> str:
     return f"{share} of the layers"
 
 
-def _format_flops(plan: Plan) -> list[str]:
+def _list_flops(plan: Plan) -> Iterator[Row]:
     counts = compute_flops(plan)
-    share = get_recomputed_share(plan)
-    if share:
+    recomputation = "no recomputation"
+    if share := get_recomputed_share(plan):
         recomputation = f"{_format_layer_share(share)} recomputed"
-    else:
-        recomputation = "no recomputation"
-    lines = [
-        _format_row(
-            "FLOPs a token",
-            f"{counts['model_per_token']:.4e} model, {counts['hardware_per_token']:.4e} hardware",
-        ),
-        _format_row(
-            "FLOPs an iteration",
-            f"{counts['hardware_per_iteration']:.4e} hardware, {recomputation}",
-        ),
-    ]
+    model, hardware = counts["model_per_token"], counts["hardware_per_token"]
+    yield "FLOPs a token", f"{model:.4e} model, {hardware:.4e} hardware"
+    hardware = counts["hardware_per_iteration"]
+    yield "FLOPs an iteration", f"{hardware:.4e} hardware, {recomputation}"
     if counts["model_whole_run"] is not None:
-        lines.append(
-            _format_row(
-                "FLOPs of the run",
-                f"{counts['model_whole_run']:.4e} model (forward and backward, causal attention "
-                "counted as full)",
-            )
-        )
-    return lines
+        counted = "forward and backward, causal attention counted as full"
+        yield "FLOPs of the run", f"{counts['model_whole_run']:.4e} model ({counted})"
 
 
-def _format_context(plan: Plan, hardware: Hardware) -> list[str]:
-    """Format what context-parallel ranks send, by each kind, and whether fewer are faster."""
+def _list_context(plan: Plan, hardware: Hardware) -> Iterator[Row]:
+    """Describe what context-parallel ranks send, by each kind, and whether fewer are faster."""
     parallel = plan.config.parallel
     if parallel.context_parallel_size == 1 or plan.errors:
-        return []
+        return
     layout = describe_layout(plan)
     heads = plan.config.model.num_attention_heads // layout.tensor
     software = describe_software(plan, hardware)
@@ -594,14 +522,10 @@ def _format_context(plan: Plan, hardware: Hardware) -> list[str]:
         size = received * times.count_context_bytes() / 2**20
         possible = "" if heads % layout.context == 0 or not exchanges else " (too few heads)"
         texts.append(f"{name} {size:,.3g} MiB{possible}")
-    lines = [
-        _format_row(
-            "context parallelism",
-            f"{parallel.cp_comm_type}; a rank receives in each layer and pass: {', '.join(texts)}",
-        )
-    ]
+    sent = f"a rank receives in each layer and pass: {', '.join(texts)}"
+    yield "context parallelism", f"{parallel.cp_comm_type}; {sent}"
     if not can_be_predicted(plan, hardware):
-        return lines
+        return
     prediction = predict_plan(plan, hardware)
     # A user may have more ranks for a sequence than it needs.
     # The same samples on one rank each, with as many data-parallel ranks more.
@@ -609,44 +533,34 @@ def _format_context(plan: Plan, hardware: Hardware) -> list[str]:
         layout, context=1, exchange_heads=False, data=layout.data * layout.context, shard=None
     )
     if plan.batch_size.final % (alone.data * alone.micro_batch):
-        return lines
+        return
     other = StepPrediction(replace(prediction.job, layout=alone))
     if other.verdict is Verdict.FITS and other.seconds < prediction.seconds:
-        lines.append(
-            _format_row(
-                "",
-                f"note: --context-parallel-size 1 fits too, and a step would take "
-                f"{other.seconds:,.3g} s instead of {prediction.seconds:,.3g} s",
-            )
-        )
-    return lines
+        both = f"{other.seconds:,.3g} s instead of {prediction.seconds:,.3g} s"
+        yield "", f"note: --context-parallel-size 1 fits too, and a step would take {both}"
 
 
-def _format_communication(plan: Plan, hardware: Hardware) -> list[str]:
-    """Format the communication of each strategy. One data-parallel rank sends nothing."""
+def _list_communication(plan: Plan, hardware: Hardware) -> Iterator[Row]:
+    """Describe the communication of each strategy. One data-parallel rank sends nothing."""
     # The sizes of a plan with errors may be placeholders.
     if plan.weight_ranks == 1 or plan.errors:
-        return []
+        return
     estimates = estimate_strategies(plan, hardware)
     compute = estimate_compute_seconds(plan, hardware)
     tensor = plan.config.parallel.tensor_model_parallel_size > 1
-    lines = [
-        _format_row(
-            "communication, s",
-            f"about, in a step, on {hardware.name} (nodes of {hardware.ranks_per_node}); "
-            f"computation {'and tensor parallelism take' if tensor else 'takes'} "
-            f"{compute:,.3g}; links inside and between nodes work at the same time",
-        )
-    ]
+    yield (
+        "communication, s",
+        f"about, in a step, on {hardware.name} (nodes of {hardware.ranks_per_node}); "
+        f"computation {'and tensor parallelism take' if tensor else 'takes'} "
+        f"{compute:,.3g}; links inside and between nodes work at the same time",
+    )
     for each in estimates:
         times = each.communication
-        lines.append(
-            _format_row(
-                f"  {each.name}",
-                f"{times.total:>12,.3g}   ({times.inside_nodes:,.3g} inside nodes, "
-                f"{times.between_nodes:,.3g} between them; step {each.step_seconds:,.3g} s; "
-                f"{each.memory / 2**30:,.1f} GiB a rank: {each.verdict})",
-            )
+        yield (
+            f"  {each.name}",
+            f"{times.total:>12,.3g}   ({times.inside_nodes:,.3g} inside nodes, "
+            f"{times.between_nodes:,.3g} between them; step {each.step_seconds:,.3g} s; "
+            f"{each.memory / 2**30:,.1f} GiB a rank: {each.verdict})",
         )
     best = choose_strategy(estimates)
     if best is None:
@@ -659,4 +573,4 @@ def _format_communication(plan: Plan, hardware: Hardware) -> list[str]:
         # --search also changes the micro-batch and the grid.
         verb = "fit" if best.verdict is Verdict.FITS else "may fit; none fits with the margin"
         advice = f"{best.flags} (the shortest step of those that {verb})"
-    return [*lines, _format_row("  recommended", advice)]
+    yield "  recommended", advice

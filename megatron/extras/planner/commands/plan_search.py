@@ -1,7 +1,7 @@
 """The search of layouts for a planned run: a table, a Pareto plot, and why a layout loses."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -205,59 +205,54 @@ def build_search_json(
     return {**report, "explained": built, "seconds_by_part": parts}
 
 
-def format_search(search: PlannedSearch) -> list[str]:
-    """Format the fastest layouts, each with what it loses to the first one."""
+def format_search(search: PlannedSearch) -> Iterator[str]:
+    """Yield lines about the fastest layouts, each with what it loses to the first one."""
     found = search.result
     hardware = search.configured.job.hardware
     total = len(found.fitting) + len(found.uncertain) + found.too_large
-    lines = [
-        f"{total:,} layouts on {format_count(search.plan.world_size, 'device')} with "
-        f"{hardware.memory_gib:g} GiB",
+    devices = format_count(search.plan.world_size, "device")
+    yield f"{total:,} layouts on {devices} with {hardware.memory_gib:g} GiB"
+    yield (
         f"  {len(found.fitting):,} fit: at most {hardware.usable_bytes / 2**30:,.1f} GiB, which is "
-        f"{100 * hardware.usable_share:g} % (--usable-share)",
-        f"  {len(found.uncertain):,} may fit: outside of this margin, and at most the memory",
-        f"  {found.too_large:,} do not fit",
-    ]
-    lines += _format_shortage(search)
-    lines.append(
+        f"{100 * hardware.usable_share:g} % (--usable-share)"
+    )
+    yield f"  {len(found.uncertain):,} may fit: outside of this margin, and at most the memory"
+    yield f"  {found.too_large:,} do not fit"
+    if not found.fitting:
+        yield _describe_shortage(search)
+    yield (
         f"{'s/iteration':>12} {'run':>12} {'GiB':>6} {'memory':>7} {'MFU, %':>7}  layout, and what "
         "it loses to the first"
     )
     if not found.fastest:
-        return [
-            *lines,
-            "the layout that needs least memory:",
-            _format_candidate(found.smallest, search),
-            "the layout that is given:",
-            _format_candidate(search.configured, search),
-        ]
+        yield "the layout that needs least memory:"
+        yield _format_candidate(found.smallest, search)
+        yield "the layout that is given:"
+        yield _format_candidate(search.configured, search)
+        return
     # Each one is compared with the first.
     best = found.fastest[0]
     margin = best.verdict
     for prediction in found.fastest:
         if prediction.verdict is not margin:
             margin = prediction.verdict
-            lines.append("outside of the margin, and faster than the first:")
-        lines.append(_format_candidate(prediction, search))
+            yield "outside of the margin, and faster than the first:"
+        yield _format_candidate(prediction, search)
         if prediction is not best:
-            lines.append(f"{_INDENT}{explain_difference(prediction, best)}")
-    lines.append(
-        f"flags of the first, after those of the command: {_format_all_flags(best, search)}"
-    )
+            yield f"{_INDENT}{explain_difference(prediction, best)}"
+    yield f"flags of the first, after those of the command: {_format_all_flags(best, search)}"
     if _is_proposed(best, search):
-        lines.append("float8 changes the numbers of this run (docs/float8.md)")
+        yield "float8 changes the numbers of this run (docs/float8.md)"
     if search.plan.can_mask_tokens(training=True) and search.plan.config.loss.loss_mean != "step":
-        lines.append("another micro-batch size changes the loss of this run (--loss-mean)")
-    lines += ["the layout that is given:", _format_candidate(search.configured, search)]
+        yield "another micro-batch size changes the loss of this run (--loss-mean)"
+    yield "the layout that is given:"
+    yield _format_candidate(search.configured, search)
     if search.configured.seconds > best.seconds or search.configured.verdict is not Verdict.FITS:
-        lines.append(f"{_INDENT}{explain_difference(search.configured, best)}")
-    return lines
+        yield f"{_INDENT}{explain_difference(search.configured, best)}"
 
 
-def _format_shortage(search: PlannedSearch) -> list[str]:
+def _describe_shortage(search: PlannedSearch) -> str:
     """Return what is lacking if no layout fits."""
-    if search.result.fitting:
-        return []
     needed = search.result.smallest.peak_bytes / 2**30
     usable = search.configured.job.hardware.usable_bytes / 2**30
     text = f"none fits: the smallest need is {needed:,.1f} GiB, {needed - usable:,.1f} too much."
@@ -265,8 +260,8 @@ def _format_shortage(search: PlannedSearch) -> list[str]:
     if not (precision.bf16 or precision.fp16):
         text += " The plan is in fp32, and --bf16 needs less."
     if search.enough_devices is not None:
-        return [f"{text} {search.enough_devices:,} devices would do (--world-size)"]
-    return [f"{text} No number of devices was found that helps. Use devices with more memory"]
+        return f"{text} {search.enough_devices:,} devices would do (--world-size)"
+    return f"{text} No number of devices was found that helps. Use devices with more memory"
 
 
 def _predict_days_if_it_fits(prediction: StepPrediction, search: PlannedSearch) -> float | None:
@@ -319,32 +314,39 @@ def _name_largest_kind(prediction: StepPrediction) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {size / 2**30:,.1f}" for name, size in kinds)
 
 
-_BETWEEN_STEPS = "between steps"
-
-
-def _list_costs(*predictions: StepPrediction) -> list[tuple[str, list[float]]]:
-    """Return the parts of a step, each with the seconds of each prediction.
+def _list_costs(*predictions: StepPrediction) -> list[tuple[str, tuple[float, ...]]]:
+    """Return the parts of a step that can be compared, each with the seconds of each prediction.
 
     The parts of float8 and of experts, and the time between steps, are left out if no prediction
     has them.
     """
-    m = predictions[0].schedule.microbatches
-    names = [
-        "recomputation",
-        "matrix products and attention",
-        "other kernels",
-        FLOAT8_ROUNDING,
-        FLOAT8_SCALES,
-        _name_layer_messages(predictions),
-        EXPERT_MESSAGES,
-        f"bubble and messages of the pipeline ({m} microbatches)",
-        "data-parallel communication",
-        "optimizer",
-        _BETWEEN_STEPS,
-    ]
-    costs = zip(names, zip(*map(_measure_costs, predictions), strict=True), strict=True)
-    optional = (FLOAT8_ROUNDING, FLOAT8_SCALES, EXPERT_MESSAGES, _BETWEEN_STEPS)
-    return [(name, [*seconds]) for name, seconds in costs if name not in optional or any(seconds)]
+    pipeline = (
+        f"bubble and messages of the pipeline ({predictions[0].schedule.microbatches} microbatches)"
+    )
+    optional = (FLOAT8_ROUNDING, FLOAT8_SCALES, EXPERT_MESSAGES, "between steps")
+    measured = []
+    for prediction in predictions:
+        busiest = max(prediction.rank_seconds, key=lambda each: each.total)
+        # The passes without the recomputation.
+        passes = _remove_recomputation(prediction)
+        of_weights = prediction.weight_scale_seconds
+        measured.append(
+            {
+                "recomputation": _sum_kernels(busiest) - _sum_kernels(passes),
+                "matrix products and attention": passes.gemm + passes.attention,
+                "other kernels": passes.pointwise,
+                FLOAT8_ROUNDING: passes.rounding + of_weights.rounding,
+                FLOAT8_SCALES: busiest.scales + of_weights.scales,
+                _name_layer_messages(predictions): busiest.tensor,
+                EXPERT_MESSAGES: busiest.experts,
+                pipeline: prediction.pipeline_seconds - busiest.total,
+                "data-parallel communication": prediction.data_parallel.waited,
+                "optimizer": prediction.optimizer_seconds,
+                "between steps": prediction.job.software.step_gap,
+            }
+        )
+    costs = [(name, tuple(each[name] for each in measured)) for name in measured[0]]
+    return [(name, seconds) for name, seconds in costs if name not in optional or any(seconds)]
 
 
 def _name_layer_messages(predictions: Sequence[StepPrediction]) -> str:
@@ -355,27 +357,6 @@ def _name_layer_messages(predictions: Sequence[StepPrediction]) -> str:
     if all(layout.tensor == 1 for layout in layouts):
         return "context-parallel communication"
     return "tensor- and context-parallel communication"
-
-
-def _measure_costs(prediction: StepPrediction) -> list[float]:
-    """Return the seconds of a step in parts that can be compared between layouts."""
-    busiest = max(prediction.rank_seconds, key=lambda each: each.total)
-    # The passes without the recomputation.
-    passes = _remove_recomputation(prediction)
-    of_weights = prediction.weight_scale_seconds
-    return [
-        _sum_kernels(busiest) - _sum_kernels(passes),
-        passes.gemm + passes.attention,
-        passes.pointwise,
-        passes.rounding + of_weights.rounding,
-        busiest.scales + of_weights.scales,
-        busiest.tensor,
-        busiest.experts,
-        prediction.pipeline_seconds - busiest.total,
-        prediction.data_parallel.waited,
-        prediction.optimizer_seconds,
-        prediction.job.software.step_gap,
-    ]
 
 
 def _sum_kernels(seconds: Seconds) -> float:
@@ -484,29 +465,25 @@ def _set_part(layout: RankLayout, key: str, value: str, text: str) -> RankLayout
     return replace(layout, **changed)
 
 
-def format_explanation(prediction: StepPrediction, search: PlannedSearch) -> list[str]:
-    """Format why a layout loses to the fastest one, part by part."""
-    lines = ["explained:", _format_candidate(prediction, search)]
+def format_explanation(prediction: StepPrediction, search: PlannedSearch) -> Iterator[str]:
+    """Yield lines about why a layout loses to the fastest one, part by part."""
+    yield "explained:"
+    yield _format_candidate(prediction, search)
     if not search.result.fastest:
-        return [*lines, "no layout fits, so there is nothing to compare with"]
+        yield "no layout fits, so there is nothing to compare with"
+        return
     best = search.result.fastest[0]
-    lines += ["the fastest:", _format_candidate(best, search)]
-    lines.append(f"{'seconds of a step':<55}{'explained':>12}{'fastest':>12}{'lost':>10}")
-    for name, own, fastest in _compare(prediction, search):
+    yield "the fastest:"
+    yield _format_candidate(best, search)
+    yield f"{'seconds of a step':<55}{'explained':>12}{'fastest':>12}{'lost':>10}"
+    for name, (own, fastest) in _list_costs(prediction, best):
         # A difference of -0.0001 would be shown as -0.000.
         lost = round(own - fastest, 3) + 0.0
-        lines.append(f"{name:<55}{own:>12,.3f}{fastest:>12,.3f}{lost:>+10,.3f}")
-    lines.append(explain_difference(prediction, best))
+        yield f"{name:<55}{own:>12,.3f}{fastest:>12,.3f}{lost:>+10,.3f}"
+    yield explain_difference(prediction, best)
     layout = prediction.job.layout
     if layout.tensor > 1 and not layout.sequence_parallel:
-        lines.append(
+        yield (
             "The search gives each layout with TP --sequence-parallel. Add it to the command to "
             "explain such a layout."
         )
-    return lines
-
-
-def _compare(prediction: StepPrediction, search: PlannedSearch) -> list[tuple[str, float, float]]:
-    """Return the parts of a step with the seconds of a layout and of the fastest one."""
-    costs = _list_costs(prediction, search.result.fastest[0])
-    return [(name, own, fastest) for name, (own, fastest) in costs]

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass, replace
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import Any, Literal, get_origin, get_type_hints
 
 from megatron.base.errors import ConfigError
 from megatron.base.outside_file import load_text
@@ -68,14 +68,9 @@ class CommandSource:
     assumed_vocabulary: int | None = None
 
 
-@dataclass(frozen=True)
-class OwnFlags:
-    """The flags of a tool, by how many values they take."""
-
-    switches: frozenset[str]
-    one_value: frozenset[str]
-    any_number: frozenset[str]
-    """Those that take whole numbers, until the first other word."""
+OwnFlags = dict[str, Literal["switch", "one value", "any number"]]
+"""Flag of a tool -> how many values it takes. Any number: whole numbers, until the first other
+word."""
 
 
 def list_own_flags(arguments: Any) -> OwnFlags:
@@ -84,22 +79,20 @@ def list_own_flags(arguments: Any) -> OwnFlags:
     Args:
         arguments: The dataclass of its command line.
     """
-    switches = {"--help", "-h"}
-    one_value: set[str] = set()
-    any_number: set[str] = set()
+    found: OwnFlags = {"--help": "switch", "-h": "switch"}
     hints: dict[str, Any] = get_type_hints(arguments)
     for name, kind in hints.items():
         flag = f"--{name.replace('_', '-')}"
         if kind is bool:
-            switches |= {flag, f"--no-{flag[2:]}"}
+            found[flag] = found[f"--no-{flag[2:]}"] = "switch"
         elif get_origin(kind) is tuple:
-            any_number.add(flag)
+            found[flag] = "any number"
         elif is_dataclass(kind):
             # Its fields are flags without its own name.
-            one_value |= list_own_flags(kind).one_value
+            found |= list_own_flags(kind)
         else:
-            one_value.add(flag)
-    return OwnFlags(frozenset(switches), frozenset(one_value), frozenset(any_number))
+            found[flag] = "one value"
+    return found
 
 
 def split_arguments(argv: Sequence[str], arguments: type) -> tuple[list[str], list[str]]:
@@ -118,15 +111,16 @@ def split_arguments(argv: Sequence[str], arguments: type) -> tuple[list[str], li
     training: list[str] = []
     while words:
         word = words.pop(0)
-        name = word.partition("=")[0].replace("_", "-")
-        if name in flags.switches:
+        name = _get_flag(word)
+        takes = flags.get(name)
+        if takes == "switch":
             own.append(word)
-        elif name in flags.one_value:
+        elif takes == "one value":
             # The value is attached with '=', or it is the next word.
             if "=" not in word and words:
                 word += f"={words.pop(0)}"
             own.append(word)
-        elif name in flags.any_number:
+        elif takes == "any number":
             values = word.partition("=")[2].replace(",", " ").split()
             # The first word that is no number ends them. Negative numbers are taken too, so that
             # the message about them names this flag.
@@ -307,8 +301,7 @@ def _describe_unread(command: LaunchScript) -> Iterator[str]:
 def _explain_own_flag(error: str, flags: OwnFlags) -> str:
     """Return an error, with its fix if it is about a flag of this tool after '--'."""
     found = re.match(r"unknown flag (--[\w-]+)", error)
-    own = flags.switches | flags.one_value | flags.any_number
-    if found is None or found[1].replace("_", "-") not in own:
+    if found is None or found[1].replace("_", "-") not in flags:
         return error
     return f"{found[0]}; it is a flag of this tool, so write it before '--'."
 
@@ -331,20 +324,18 @@ def _describe_arguments(command: LaunchScript, script: Path | None) -> str:
     )
 
 
-def _drop_flags(arguments: Sequence[str], further: Sequence[str]) -> list[str]:
-    """Return `arguments` without the flags that `further` gives again, and without their values.
+def _drop_flags(arguments: Sequence[str], further: Sequence[str]) -> Iterator[str]:
+    """Yield `arguments` without the flags that `further` gives again, and without their values.
 
     The script's value of such a flag may be unknown, as in `--lr $(...)`, which is not a number.
     """
     given = {_get_flag(word) for word in further if word.startswith("--")}
-    kept: list[str] = []
     dropped = False
     for word in arguments:
         if word.startswith("--"):
             dropped = _get_flag(word) in given
         if not dropped:
-            kept.append(word)
-    return kept
+            yield word
 
 
 def _get_flag(word: str) -> str:

@@ -4,6 +4,7 @@ Every function is pure. Nothing here imports torch, starts a process or looks at
 docs/planner_errors.md compares the predictions with published measurements.
 
 `step_prediction` predicts the time of a step from `kernels`, `layers`, `pipeline_simulation` and
-`communication`. `peak` predicts its memory from `tensors`, and `float8` what is rounded. `search`
-compares layouts. `hardware` reads files of devices.
+`communication`. `peak` predicts its memory from `tensors`, and `float8` what is rounded. `experts`
+and `delta_net` have the times and tensors of other layers. `search` compares layouts. `hardware`
+reads files of devices.
 """

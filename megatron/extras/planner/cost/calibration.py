@@ -5,7 +5,8 @@ from typing import Any
 
 from megatron.base.errors import ConfigError
 from megatron.extras.planner.cost.hardware import Hardware
-from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
+from megatron.extras.planner.cost.layout import StepJob
+from megatron.extras.planner.cost.step_prediction import StepPrediction
 
 _LOWEST_SHARE = 0.02
 """A device that reaches less of its nominal speed is faulty, or is another device."""

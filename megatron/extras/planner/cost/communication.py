@@ -34,17 +34,6 @@ class StepTraffic:
     """All-reduces of the shards of the gradients, over the copies."""
 
 
-def count_padded(shapes: Sequence[Sequence[int]], ranks: int) -> int:
-    """Return the elements of parameters after FSDP2 has padded their rows for `ranks` ranks."""
-    total = 0
-    for rows, *others in shapes:
-        elements = -(-rows // ranks) * ranks
-        for size in others:
-            elements *= size
-        total += elements
-    return total
-
-
 def count_traffic(
     blocks: Sequence[int],
     outside: Sequence[int],
@@ -59,7 +48,7 @@ def count_traffic(
     """Count what a rank sends in a step.
 
     Args:
-        blocks: Padded elements of each block of this rank (`count_padded`).
+        blocks: Padded elements of each block of this rank. FSDP2 pads rows.
         outside: Padded elements of each group outside of the blocks: what FSDP2's root has, which
             is the embedding, and a head that is not tied to it.
         shard_size: Data-parallel ranks that share one copy of the model.

@@ -12,19 +12,19 @@ from functools import cached_property
 from typing import Any
 
 from megatron.config.table import Table
+from megatron.extras.planner.cost.experts import (
+    LAYERS,
+    LayerCost,
+    MixtureTensors,
+    MixtureTimes,
+)
 from megatron.extras.planner.cost.kernels import (
     Gemm,
     estimate_gemm_seconds,
     estimate_memory_seconds,
 )
-from megatron.extras.planner.cost.layers import (
-    LAYER_TIMES,
-    LayerTimes,
-    MixtureTimes,
-    Passes,
-    Seconds,
-)
-from megatron.extras.planner.cost.tensors import MLP_TENSORS, LayerTensors, MixtureTensors
+from megatron.extras.planner.cost.layers import LayerTimes, Passes, Seconds
+from megatron.extras.planner.cost.tensors import LayerTensors
 from megatron.model.shape import ModelShape
 
 _CHUNK = 64
@@ -162,7 +162,7 @@ class _DeltaNetTensors(LayerTensors):
     def __init__(self, *arguments: Any, **others: Any) -> None:
         """Take what determines the sizes. See `LayerTensors`."""
         super().__init__(*arguments, **others)
-        self._sizes = get_sizes(self._shape, self._t)
+        self._sizes = get_sizes(self._shape, self._layout.tensor)
         self._gate = 0.0
         # The formulas of attention for matrices and entries hold with these two sizes: the input of
         # the output projection, and the results of all others together, which are q + 2 k there.
@@ -189,7 +189,7 @@ class _DeltaNetTensors(LayerTensors):
 
     def _list_output_steps(self) -> Iterable[tuple[float, float]]:
         """Yield the steps of the output projection and of the output norm."""
-        weight = self._compute_weight(self._weights[1], fused=self._fused)
+        weight = self._compute_weight(self._weights[1], fused=self._software.fused_gradients)
         yield self._dropped + self._gathered, self._mask
         yield self._q, 0.0
         yield weight[0], weight[1] + self._dropped + self._gathered
@@ -215,20 +215,19 @@ class _DeltaNetMixtureTensors(_DeltaNetTensors, MixtureTensors):
     """The same with experts."""
 
 
-_TIMES: Table[type[LayerTimes]] = Table(
-    "MLP", {"dense": _DeltaNetTimes, "experts": _DeltaNetMixtureTimes}
-)
-_TENSORS: Table[type[LayerTensors]] = Table(
-    "MLP", {"dense": _DeltaNetTensors, "experts": _DeltaNetMixtureTensors}
-)
 # Latent attention has other widths than attention, which the same classes read from the model.
-TIMES_BY_ATTENTION = Table(
+LAYERS_BY_ATTENTION = Table(
     "attention",
-    {"dot_product": LAYER_TIMES, "latent": LAYER_TIMES, "gated_delta_net": _TIMES},
+    {
+        "dot_product": LAYERS,
+        "latent": LAYERS,
+        "gated_delta_net": Table(
+            "MLP",
+            {
+                "dense": LayerCost(_DeltaNetTimes, _DeltaNetTensors),
+                "experts": LayerCost(_DeltaNetMixtureTimes, _DeltaNetMixtureTensors),
+            },
+        ),
+    },
 )
-"""Kind of attention -> kind of MLP -> the times of a layer."""
-TENSORS_BY_ATTENTION = Table(
-    "attention",
-    {"dot_product": MLP_TENSORS, "latent": MLP_TENSORS, "gated_delta_net": _TENSORS},
-)
-"""Kind of attention -> kind of MLP -> the tensors of a layer."""
+"""Kind of attention -> kind of MLP -> what a layer needs."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.extras.planner.cost.layout import Float8, RankLayout
+from megatron.extras.planner.cost.parameters import get_widths
 from megatron.extras.step.float8.recipe import fits_float8
 from megatron.model.layer_parts import get_activation
 from megatron.model.shape import ModelShape
@@ -82,16 +83,14 @@ def list_attention_linears(shape: ModelShape, tensor: int) -> list[Linear]:
     h = config.hidden_size
     if shape.attention == "latent":
         return _list_latent_linears(shape, tensor)
-    q = config.num_attention_heads * shape.head_dim
-    k = shape.query_groups * shape.head_dim
-    own_k = max(1, shape.query_groups // tensor) * shape.head_dim
-    queries: tuple[int, ...] = (q // tensor + 2 * own_k,)
+    whole, own = get_widths(shape), get_widths(shape, tensor)
+    queries: tuple[int, ...] = (own.q + 2 * own.k,)
     if shape.gate_dim:
         # The gate is a matrix of its own, which reads the same input.
-        queries += (q // tensor,)
+        queries += (own.q,)
     return [
-        Linear(h, queries, row_parallel=False, complete=(q + 2 * k, h)),
-        Linear(q // tensor, (h,), row_parallel=True, complete=(h, q)),
+        Linear(h, queries, row_parallel=False, complete=(whole.q + 2 * whole.k, h)),
+        Linear(own.q, (h,), row_parallel=True, complete=(h, whole.q)),
     ]
 
 

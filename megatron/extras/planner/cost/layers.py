@@ -5,7 +5,6 @@ width d, g query groups, q = a d and k = g d widths of queries and keys, t tenso
 Widths are in elements. An element has 2 bytes, or 4 in fp32.
 """
 
-import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,6 @@ from dataclasses import dataclass, replace
 from megatron.config.table import Table
 from megatron.extras.planner.cost.communication import (
     estimate_added_seconds,
-    estimate_all_to_all_seconds,
     estimate_collective_seconds,
     estimate_small_all_reduce_seconds,
 )
@@ -22,7 +20,6 @@ from megatron.extras.planner.cost.float8 import (
     Rounding,
     ScaleMessage,
     count_rounding,
-    list_attention_linears,
     list_float8_linears,
     list_linears,
     list_scale_messages,
@@ -35,7 +32,7 @@ from megatron.extras.planner.cost.kernels import (
     estimate_memory_seconds,
 )
 from megatron.extras.planner.cost.layout import RankLayout, Software
-from megatron.extras.planner.cost.parameters import count_message_bytes, count_rows
+from megatron.extras.planner.cost.parameters import get_widths
 from megatron.extras.planner.cost.tensors import Kernel, choose_kernel
 from megatron.model.layer_parts import get_activation
 from megatron.model.shape import ModelShape
@@ -97,6 +94,8 @@ _NORM = 2.27
 _EXPOSED = 0.43
 """Share of the bytes of a product's fp32 sum that it does not hide. Measured on single products:
 0.6 microseconds for a million elements, of which each is read and written."""
+_FLASH_BACKWARD = 1.2
+"""Time of a FLOP of flash attention's backward pass relative to one of the forward pass."""
 _PADDED = 8
 """Sizes of products are padded to multiples of this."""
 
@@ -166,13 +165,8 @@ class LayerTimes:
         self._gradient_bytes = gradient_bytes
         self._tokens = self._length * layout.micro_batch // layout.context
         config = shape.config
-        # Heads are divided over tensor-parallel ranks.
-        self._q = config.num_attention_heads * shape.head_dim // layout.tensor
-        # With fewer groups than ranks, each rank has one group.
-        groups = max(1, shape.query_groups // layout.tensor)
-        self._k = groups * shape.head_dim
-        self._v = groups * shape.value_dim
-        self._result = config.num_attention_heads * shape.value_dim // layout.tensor
+        widths = get_widths(shape, layout.tensor)
+        self._q, self._k, self._v, self._result = widths.q, widths.k, widths.v, widths.context
         self._entered = config.hidden_size
         """Width of what the entries of attention exchange."""
         self._latent = 0
@@ -357,14 +351,8 @@ class LayerTimes:
 
     def _choose_kernel(self, window: int | None) -> Kernel:
         """Return the attention kernel of a layer with this window."""
-        return choose_kernel(
-            self._shape,
-            half=self._software.half,
-            flash=self._software.flash,
-            windowed=window is not None and window < self._length,
-            cudnn=self._software.cudnn,
-            in_blocks=self._software.attends_in_blocks,
-        )
+        windowed = window is not None and window < self._length
+        return choose_kernel(self._shape, self._software, windowed=windowed)
 
     def _estimate_scores(self, heads: int) -> Passes:
         """Estimate attention without a fused kernel, on this rank's heads."""
@@ -567,109 +555,3 @@ def _put_into_float8(product: Gemm, *, exact: bool) -> Gemm:
     """Return a product with both operands in float8, and the same result."""
     result = product.value if product.result is None else product.result
     return replace(product, value=1, result=result, exact=exact)
-
-
-_FLASH_BACKWARD = 1.2
-"""Time of a FLOP of flash attention's backward pass relative to one of the forward pass."""
-
-
-_ROUTER_KERNELS = 40
-"""Small kernels of a forward pass of router and dispatch, counted in `megatron.model.experts`."""
-_ROUTER_BYTES = 30
-"""Bytes of both passes for each element of the router's input: casts to fp32 and back, and products
-of a few columns, which read and write their inputs."""
-_ROW_COPIES = 12
-"""Numbers that both passes read or write for an element of a row that is sent: copies to the
-experts' order and back, and sums with weights."""
-_RECEIVED_COPIES = 8
-"""The same for a row that came from another rank."""
-_EXPERT_GATE = 8
-"""The same for an inner element of a gated expert."""
-
-
-class MixtureTimes(LayerTimes):
-    """The times of layers with experts.
-
-    n tokens are routed by a rank, N = n k rows are sent, and m are received by the fullest rank.
-    All ranks wait for that rank, so its rows decide.
-    """
-
-    @property
-    def _mlp_width(self) -> int:
-        """Width of the shared expert, which is an MLP. 0 without one."""
-        return self._shape.config.moe_shared_expert_intermediate_size or 0
-
-    def estimate_layer(self, window: int | None = None) -> Passes:
-        """See `LayerTimes`."""
-        return super().estimate_layer(window) + self._estimate_experts()
-
-    def _list_projections(self) -> list[Gemm]:
-        h = self._shape.config.hidden_size
-        number = len(list_attention_linears(self._shape, self._layout.tensor))
-        attention = super()._list_projections()[:number]
-        if not self._f:
-            return attention
-        return [*attention, self._make_gemm(self._mlp_in, h), self._make_gemm(h, self._f)]
-
-    def _estimate_tensor_parallel(self) -> Passes:
-        """Estimate the messages of attention, and those that divide and join tokens."""
-        if self._layout.tensor == 1:
-            return Passes(Seconds(), Seconds())
-        size = self._value * self._tokens * self._shape.config.hidden_size
-        # Attention has an all-reduce in each pass, or two messages of the same bytes. The shared
-        # expert has as many.
-        forward = self._time_attention_messages(size)
-        if self._f:
-            forward += self._time_collective(size, passes=2)
-        if not self._layout.sequence_parallel:
-            forward += self._time_collective(size, passes=1)
-        return Passes(Seconds(tensor=forward), Seconds(tensor=forward))
-
-    def _estimate_experts(self) -> Passes:
-        """Estimate the router, the messages and the products of the experts."""
-        config = self._shape.config
-        h = config.hidden_size
-        f = self._shape.expert_width
-        layout = self._layout
-        own, sent, received = count_rows(self._shape, layout, self._length)
-        experts = (config.num_experts or 0) // (layout.expert or 1)
-        rows = math.ceil(received / experts)
-        # Each expert has rows of its own, so few rows are multiplied at a lower speed.
-        entry = Gemm(rows, f, h, experts, self._value)
-        entries = [entry, entry] if self._gated else [entry]
-        products = [*entries, Gemm(rows, h, f, experts, self._value)]
-        gradients = [each for product in products for each in product.derive_backward()]
-        exchanged = (layout.expert or 1) > 1
-        # The sums of the gradients of gate and up are of received rows.
-        copied = _ROW_COPIES * sent * h + 4 * own * h + len(entries) * received * h
-        copied += _RECEIVED_COPIES * exchanged * received * h + _EXPERT_GATE * received * f
-        traffic = self._software.pointwise * (self._value * copied + _ROUTER_BYTES * own * h)
-        forward, backward = (
-            estimate_memory_seconds(share * traffic, self._hardware, kernels)
-            for share, kernels in ((1 / 3, _ROUTER_KERNELS), (2 / 3, _ROUTER_KERNELS // 2))
-        )
-        size = self._count_message_bytes()
-        # There and back in each pass.
-        messages = 2 * estimate_all_to_all_seconds(size, layout.expert or 1, self._hardware)
-        return Passes(
-            Seconds(gemm=self._time_products(products), pointwise=forward, experts=messages),
-            Seconds(gemm=self._time_products(gradients), pointwise=backward, experts=messages),
-        )
-
-    def _count_message_bytes(self) -> float:
-        return count_message_bytes(self._shape, self._layout, self._value, self._length)
-
-    def _time_products(self, products: list[Gemm]) -> float:
-        """Return the seconds of products in which each expert has a matrix of its own."""
-        if self._software.half and self._hardware.has_grouped_products:
-            return self._time_gemms(products)
-        # A product for each expert.
-        return sum(
-            each.batch
-            * estimate_gemm_seconds(Gemm(each.m, each.n, each.k, 1, each.value), self._hardware)
-            for each in products
-        )
-
-
-LAYER_TIMES: Table[type[LayerTimes]] = Table("MLP", {"dense": LayerTimes, "experts": MixtureTimes})
-"""Kind of MLP -> the times of a layer with it."""

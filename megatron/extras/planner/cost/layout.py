@@ -1,11 +1,15 @@
-"""What is predicted: a layout of ranks, and the software that runs on it."""
+"""What is predicted: a step of a model on a layout of ranks, and the software that runs on it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from typing import Any, Literal
 
 from megatron.config.optimizer import OptimizerConfig
+from megatron.extras.planner.cost.hardware import Hardware
+from megatron.model.shape import ModelShape
+from megatron.schedule.pipeline_schedule import PipelineSchedule, choose_schedule
 
 Recompute = Literal["none", "selective", "operators", "full"]
 
@@ -48,6 +52,13 @@ class RankLayout:
     """Tensor x context x data ranks that divide the experts of a layer. None: no experts."""
     imbalance: float = 1.0
     """Rows that the experts of the fullest rank get, in multiples of the mean of all ranks."""
+
+    def keep(self, *names: str) -> "RankLayout":
+        """Return a layout with these fields, and all others as by default.
+
+        It is a key of a cache for what only these fields matter to.
+        """
+        return RankLayout(**{name: getattr(self, name) for name in names})
 
     @property
     def ranks(self) -> int:
@@ -211,9 +222,9 @@ class Software:
     logit_bytes: int = 56
     """Memory traffic of the loss and its backward pass for each logit."""
     overhead: Overhead = Overhead()
-    memory: Callable[..., tuple[float, float, float, float, float, float]] | None = None
-    """Another formula for the parts of a rank's memory (`cost.memory`). None: they are counted
-    tensor by tensor, as this trainer allocates them (`cost.tensors`)."""
+    memory: Callable[..., Any] | None = None
+    """Another formula for the parts of a rank's memory, which returns a `cost.peak.StepPoint`.
+    None: they are counted tensor by tensor, as this trainer allocates them (`cost.tensors`)."""
 
     times: tuple[tuple[str, Any], ...] = ()
     """Kinds of MLP with other classes for the times of their layers than `cost.layers` has."""
@@ -241,3 +252,29 @@ TRAINER = Software(
     hidden_pipeline=True,
 )
 """This trainer."""
+
+
+@dataclass(frozen=True)
+class StepJob:
+    """A step to predict."""
+
+    shape: ModelShape
+    layout: RankLayout
+    batch_size: int
+    """Samples of the global batch."""
+    software: Software
+    hardware: Hardware
+    seq_length: int | None = None
+    """Tokens of a sample. Default: that of `shape`."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.batch_size * (self.seq_length or self.shape.config.seq_length)
+
+    @cached_property
+    def schedule(self) -> PipelineSchedule:
+        """The schedule of the pipeline."""
+        layout = self.layout
+        microbatches = max(1, self.batch_size // (layout.data * layout.micro_batch))
+        return choose_schedule(microbatches, layout.pipeline, layout.virtual)

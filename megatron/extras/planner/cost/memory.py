@@ -12,7 +12,7 @@ from megatron.base.errors import ConfigError
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.extras.planner.cost.hardware import Hardware
-from megatron.extras.planner.cost.layout import RankLayout, Software
+from megatron.extras.planner.cost.layout import RankLayout, StepJob
 from megatron.extras.planner.cost.parameters import (
     count_dense_matrices,
     count_linear_layers,
@@ -28,7 +28,6 @@ from megatron.model.partition import (
     select_stages_of_rank,
 )
 from megatron.model.shape import ModelShape
-from megatron.schedule.pipeline_schedule import PipelineSchedule, choose_schedule
 
 BALANCED_ENDS = "type:transformer|embedding"
 """Value of --pp-partition-method that counts embedding and output layer as layers."""
@@ -107,64 +106,48 @@ class ParameterMemory:
 
 
 def estimate_parameter_memory(
-    parameters: int, *, half: bool, state_bytes: int | None = None
+    parameters: int,
+    *,
+    half: bool,
+    data_parallel_size: int = 1,
+    zero_stage: int = 0,
+    shard_size: int | None = None,
+    state_bytes: int | None = None,
 ) -> ParameterMemory:
-    """Estimate the memory of parameters. With Adam it is the rule of 18 bytes for each.
+    """Estimate the memory of parameters on one rank. With Adam it is the rule of 18 bytes for each.
 
     These are 4 for fp32 weights, 2 for half-precision weights, 8 for Adam's moments and 4 for fp32
     gradients.
 
+    ZeRO shards them, rounded up. Stage 1 shards optimizer states and master weights over the
+    data-parallel ranks. Stage 2 also shards gradients. Stage 3 also shards the weights that the
+    model computes with.
+
     Args:
         parameters: Number of parameters.
-        half: The model computes in bf16 or fp16. In fp32 there is no second copy of the weights,
-            and the rule has 16 bytes.
-        state_bytes: Bytes of the optimizer's states. Default: those of Adam.
-    """
-    if state_bytes is None:
-        state_bytes = 8 * parameters
-    return ParameterMemory(
-        4 * parameters, 2 * parameters if half else 0, state_bytes, 4 * parameters
-    )
-
-
-def estimate_parameter_memory_per_rank(
-    rank_parameters: int,
-    *,
-    half: bool,
-    data_parallel_size: int,
-    zero_stage: int,
-    shard_size: int | None = None,
-    state_bytes: int | None = None,
-) -> ParameterMemory:
-    """Estimate the memory of parameters on one rank with ZeRO, rounded up.
-
-    `state_bytes` are those before ZeRO shards them. See `estimate_parameter_memory`.
-
-    Stage 1 shards optimizer states and master weights over the data-parallel ranks. Stage 2 also
-    shards gradients. Stage 3 also shards the weights that the model computes with. `shard_size` is
-    the number of ranks that share one copy of the model. By default it is all of them.
-
-    In fp32 the model computes with the master weights, unless stage 1 or 2 shards them. Then the
-    rank also has a complete copy.
+        half: The model computes in bf16 or fp16. In fp32 it computes with the master weights, so
+            that the rule has 16 bytes, unless stage 1 or 2 shards them. Then the rank also has a
+            complete copy.
+        data_parallel_size: Ranks with the same parameters.
+        zero_stage: The ZeRO stage.
+        shard_size: Ranks that share one copy of the model. Default: all of them.
+        state_bytes: Bytes of the optimizer's states before ZeRO shards them. Default: Adam's.
     """
     ranks = shard_size or data_parallel_size
-    whole = estimate_parameter_memory(rank_parameters, half=half, state_bytes=state_bytes)
+    working = 2 * parameters if half else 0
+    complete = 0
     if not half and data_parallel_size > 1 and zero_stage in (1, 2):
-        fp32_copies = 4 * rank_parameters
-    else:
-        fp32_copies = 0
+        complete = 4 * parameters
 
     def shard_from(stage: int, size: int) -> int:
         # Rounded up, because the last shard is padded.
-        if zero_stage >= stage:
-            return -(-size // ranks)
-        return size
+        return -(-size // ranks) if zero_stage >= stage else size
 
     return ParameterMemory(
-        master_weights=shard_from(1, whole.master_weights),
-        working_weights=shard_from(3, whole.working_weights) + fp32_copies,
-        optimizer_states=shard_from(1, whole.optimizer_states),
-        gradients=shard_from(2, whole.gradients),
+        master_weights=shard_from(1, 4 * parameters),
+        working_weights=shard_from(3, working) + complete,
+        optimizer_states=shard_from(1, 8 * parameters if state_bytes is None else state_bytes),
+        gradients=shard_from(2, 4 * parameters),
     )
 
 
@@ -191,7 +174,7 @@ def estimate_stage_memory(
     matrices = sum(count_dense_matrices(shape, layout, stage.layers) for stage in stages)
 
     def estimate(number: int, in_matrices: int, ranks: int, shard_size: int) -> ParameterMemory:
-        return estimate_parameter_memory_per_rank(
+        return estimate_parameter_memory(
             number,
             half=half,
             data_parallel_size=ranks,
@@ -262,45 +245,22 @@ def count_virtual_layers(layers: int, layout: RankLayout) -> int | None:
     return layers // stages
 
 
-def build_schedule(layout: RankLayout, batch_size: int) -> PipelineSchedule:
-    """Return the pipeline schedule of a global batch of `batch_size` samples."""
-    microbatches = max(1, batch_size // (layout.data * layout.micro_batch))
-    return choose_schedule(microbatches, layout.pipeline, layout.virtual)
-
-
 def estimate_memory(
-    shape: ModelShape,
-    layout: RankLayout,
-    software: Software,
-    batch_size: int,
-    *,
-    stages: Sequence[Stage] | None = None,
-    ranks: Sequence[int] | None = None,
+    job: StepJob, stages: Sequence[Stage] | None = None, ranks: Sequence[int] | None = None
 ) -> tuple[RankMemory, ...]:
     """Return the memory of each pipeline rank.
 
     Args:
-        shape: Sizes of the model.
-        layout: The layout.
-        software: The trainer.
-        batch_size: Samples of the global batch.
+        job: The step.
         stages: `build_stages` of the layout, if the caller has them.
         ranks: The pipeline ranks. Default: all of them.
     """
-    stages = stages or build_stages(shape, layout)
-    schedule = build_schedule(layout, batch_size)
-    parameters = count_rank_parameters(shape, layout, stages)
+    stages = stages or build_stages(job.shape, job.layout)
+    pipeline = job.layout.pipeline
+    parameters = count_rank_parameters(job.shape, job.layout, stages)
     return tuple(
-        _estimate_rank(
-            shape,
-            layout,
-            software,
-            parameters[rank],
-            select_stages_of_rank(stages, rank, layout.pipeline),
-            schedule,
-            rank,
-        )
-        for rank in (range(layout.pipeline) if ranks is None else ranks)
+        _estimate_rank(job, parameters[rank], select_stages_of_rank(stages, rank, pipeline), rank)
+        for rank in (range(pipeline) if ranks is None else ranks)
     )
 
 
@@ -339,35 +299,21 @@ def count_own_parameters(
     return -(-(parameters - experts) // layout.shard_size) - (-experts // layout.expert_shards)
 
 
-def _estimate_rank(
-    shape: ModelShape,
-    layout: RankLayout,
-    software: Software,
-    parameters: int,
-    stages: Sequence[Stage],
-    schedule: PipelineSchedule,
-    rank: int,
-) -> RankMemory:
+def _estimate_rank(job: StepJob, parameters: int, stages: Sequence[Stage], rank: int) -> RankMemory:
     """Return the memory of pipeline rank `rank` with these parameters and stages."""
+    shape, layout, software = job.shape, job.layout, job.software
     held = estimate_stage_memory(
         shape, layout, software.optimizer, stages, parameters, half=software.half
     )
     # It is not known how other trainers allocate, so their formulas come with them.
     if software.memory is None:
-        peak = find_peak(shape, layout, software, stages, schedule, rank)
-        parts = (peak.weights, peak.gradients, peak.activations, peak.working, 0.0, peak.buffers)
+        point = find_peak(job, stages, rank)
     else:
-        parts = software.memory(shape, layout, software, held, parameters, stages, schedule, rank)
-    weights, gradients, activations, working, logits, buffers = parts
-    tensors = held.master_weights + held.optimizer_states + sum(parts)
+        point = software.memory(job, held, parameters, stages, rank)
+    tensors = held.master_weights + held.optimizer_states + point.total
     return RankMemory(
-        weights,
-        held.master_weights,
-        held.optimizer_states,
-        gradients,
-        activations,
-        working,
-        logits,
-        buffers,
-        software.overhead.estimate_bytes(tensors),
+        **vars(point),
+        master_weights=held.master_weights,
+        optimizer_states=held.optimizer_states,
+        fixed=software.overhead.estimate_bytes(tensors),
     )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron.extras.planner.cost.layout import RankLayout, Software
+from megatron.extras.planner.cost.layout import RankLayout, Software, StepJob
 from megatron.model import flops
 from megatron.model.layer_parts import get_activation
 from megatron.model.partition import Stage
@@ -21,7 +21,7 @@ from megatron.model.shape import ModelShape
 
 @dataclass(frozen=True)
 class Widths:
-    """Widths of a layer, by the notation of `megatron.model.flops`."""
+    """Widths of a layer on a rank, by the notation of `megatron.model.flops`."""
 
     h: int
     f: int
@@ -35,16 +35,19 @@ class Widths:
     """Outputs of the MLP's first linear layer: f, or 2f with a GLU."""
 
 
-def get_widths(shape: ModelShape) -> Widths:
-    """Return the widths of a shape."""
-    f = shape.ffn_hidden_size
+def get_widths(shape: ModelShape, tensor: int = 1) -> Widths:
+    """Return the widths of a layer on one of `tensor` ranks."""
+    f = shape.ffn_hidden_size // tensor
+    heads = shape.config.num_attention_heads // tensor
+    # With fewer groups than ranks, several ranks share a group.
+    groups = max(1, shape.query_groups // tensor)
     return Widths(
         h=shape.config.hidden_size,
         f=f,
-        q=shape.config.num_attention_heads * shape.head_dim,
-        k=shape.query_groups * shape.head_dim,
-        v=shape.query_groups * shape.value_dim,
-        context=shape.config.num_attention_heads * shape.value_dim,
+        q=heads * shape.head_dim,
+        k=groups * shape.head_dim,
+        v=groups * shape.value_dim,
+        context=heads * shape.value_dim,
         mlp_in=f * (1 + get_activation(shape.config).gated),
     )
 
@@ -110,6 +113,11 @@ def count_linear_layers(shape: ModelShape, layers: range) -> int:
     if len(shape.config.attention_kinds) == 1:
         return 0
     return len(shape.linear_layers.intersection(layers))
+
+
+def describe_layers(shape: ModelShape, layers: range) -> tuple[int, int, int]:
+    """Return how many layers there are, how many have experts, and how many a gated delta net."""
+    return len(layers), count_mixtures(shape, layers), count_linear_layers(shape, layers)
 
 
 def sum_layers(shape: ModelShape, layout: RankLayout, layers: range) -> LayerParameters:
@@ -265,36 +273,34 @@ def count_product_bytes(layout: RankLayout, software: Software, microbatches: in
     return 8 - 4 / microbatches
 
 
-def count_gather_bytes(
-    shape: ModelShape, layout: RankLayout, software: Software, stage: Stage, microbatches: int
-) -> int:
+def count_gather_bytes(job: StepJob, stage: Stage) -> int:
     """Return the bytes moved to copy the gathered weights of a stage in a step."""
+    shape, layout, microbatches = job.shape, job.layout, job.schedule.microbatches
     if max(layout.shard_size, layout.expert_shards) == 1:
         return 0
     layers = sum_layers(shape, layout, stage.layers).whole
     outside = count_outside_parameters(shape, layout.tensor, stage)
     # A read and a write of each weight.
-    copied = 2 * (2 if software.half else 4)
+    copied = 2 * (2 if job.software.half else 4)
     if layout.zero_stage < 3:
         return copied * (layers + outside)
     # Layers are gathered for both passes. What is outside of them is kept in between.
     return copied * microbatches * (2 * layers + outside)
 
 
-def count_sum_bytes(
-    shape: ModelShape, layout: RankLayout, software: Software, stage: Stage, microbatches: int
-) -> float:
+def count_sum_bytes(job: StepJob, stage: Stage) -> float:
     """Return the bytes that the sums of a stage's gradients move in a step."""
+    shape, layout, microbatches = job.shape, job.layout, job.schedule.microbatches
     outside = count_outside_parameters(shape, layout.tensor, stage)
     inside = sum_layers(shape, layout, stage.layers).whole
     copied = _count_copied(layout, microbatches)
-    if not software.half:
+    if not job.software.half:
         # No product is rounded to 16 bits.
         return (inside + outside) * (_count_added(layout, microbatches) + copied)
     fused = 0
-    if software.fused_gradients:
+    if job.software.fused_gradients:
         fused = count_dense_matrices(shape, layout, stage.layers)
-    converted = _count_rounded(layout, microbatches, in_fp32=software.fused_gradients)
+    converted = _count_rounded(layout, microbatches, in_fp32=job.software.fused_gradients)
     # Those outside of layers are computed in 16 bits in any case.
     others = _count_rounded(layout, microbatches, in_fp32=False)
     total = fused * copied + (inside - fused) * converted + outside * others

@@ -13,9 +13,9 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 
 from megatron.config.model import AttentionKind, MLPKind
-from megatron.extras.planner.cost.delta_net import TENSORS_BY_ATTENTION
+from megatron.extras.planner.cost.delta_net import LAYERS_BY_ATTENTION
 from megatron.extras.planner.cost.float8 import list_float8_linears
-from megatron.extras.planner.cost.layout import Float8, RankLayout, Software
+from megatron.extras.planner.cost.layout import Float8, Software, StepJob
 from megatron.extras.planner.cost.parameters import (
     Held,
     LayerParameters,
@@ -27,11 +27,10 @@ from megatron.extras.planner.cost.parameters import (
     sum_stages,
     uses_fsdp,
 )
-from megatron.extras.planner.cost.tensors import TensorSizes, measure_tensors
+from megatron.extras.planner.cost.tensors import TensorCase, TensorSizes, measure_tensors
 from megatron.model import flops
 from megatron.model.partition import Stage
 from megatron.model.shape import ModelShape
-from megatron.schedule.pipeline_schedule import PipelineSchedule
 
 _TOKEN_BYTES = 16
 """A token and its label as int64. Those of all microbatches are on the device for the step."""
@@ -48,13 +47,15 @@ class StepPoint:
     """What microbatches in flight keep, apart from the layer that is computed."""
     working: float = 0.0
     """The layer whose backward pass runs: its activations and gradients, or those of the loss."""
+    logits: float = 0.0
+    """Logits of other trainers. Those of this one are part of `working`."""
     buffers: float = 0.0
     """What FSDP2 gathers and reduces."""
 
     @property
     def total(self) -> float:
         """Sum of all parts."""
-        return self.weights + self.gradients + self.activations + self.working + self.buffers
+        return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -68,36 +69,16 @@ class _Pass:
     """Whether all gradients exist from earlier microbatches."""
 
 
-def find_peak(
-    shape: ModelShape,
-    layout: RankLayout,
-    software: Software,
-    stages: Sequence[Stage],
-    schedule: PipelineSchedule,
-    rank: int,
-) -> StepPoint:
-    """Return the point of a step at which pipeline rank `rank` needs most memory."""
-    peak = _RankPeak(shape, layout, software, stages, schedule, rank)
-    return max(peak.list_points(), key=lambda point: point.total)
+def find_peak(job: StepJob, stages: Sequence[Stage], rank: int) -> StepPoint:
+    """Return the point of a step at which a pipeline rank needs most memory.
 
-
-@lru_cache(maxsize=4096)
-def _find_kinds(
-    shape: ModelShape, layers: range, share: Fraction, float8: Float8 | None
-) -> frozenset[int]:
-    """Return the last layer of each kind in a stage, as the number of layers after it.
-
-    Kinds differ in attention and its window, in the MLP, and in whether the layer is recomputed or
-    in float8.
+    Args:
+        job: The step.
+        stages: The stages of the rank.
+        rank: The pipeline rank.
     """
-    found: dict[tuple[int | None, bool, bool, MLPKind, AttentionKind], int] = {}
-    for after, layer in enumerate(reversed(layers)):
-        again = flops.count_recomputed_layers(range(layer, layer + 1), share) > 0
-        in_float8 = float8 is not None and float8.covers(layer)
-        described = shape.describe_layer(layer)
-        kind = described.window, again, in_float8, described.mlp, described.attention
-        found.setdefault(kind, after)
-    return frozenset(found.values())
+    points = _RankPeak(job, stages, rank).list_points()
+    return max(points, key=lambda point: point.total)
 
 
 _Kind = tuple[bool, MLPKind, AttentionKind]
@@ -115,48 +96,54 @@ def _list_kinds(shape: ModelShape) -> tuple[_Kind, ...]:
     )
 
 
+@lru_cache(maxsize=4096)
+def _find_kinds(
+    shape: ModelShape, layers: range, share: Fraction, float8: Float8 | None
+) -> frozenset[int]:
+    """Return the last layer of each kind in a stage, as the number of layers after it.
+
+    Recomputed layers and those in float8 are kinds of their own.
+    """
+    found: dict[tuple[_Kind, bool, bool], int] = {}
+    for after, layer in enumerate(reversed(layers)):
+        again = flops.count_recomputed_layers(range(layer, layer + 1), share) > 0
+        in_float8 = float8 is not None and float8.covers(layer)
+        found.setdefault((_list_kinds(shape)[layer], again, in_float8), after)
+    return frozenset(found.values())
+
+
 class _RankPeak:
     """The points of one pipeline rank."""
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        layout: RankLayout,
-        software: Software,
-        stages: Sequence[Stage],
-        schedule: PipelineSchedule,
-        rank: int,
-    ) -> None:
-        self._shape = shape
+    def __init__(self, job: StepJob, stages: Sequence[Stage], rank: int) -> None:
+        layout, software = job.layout, job.software
+        self._shape = job.shape
         self._layout = layout
+        self._software = software
         self._stages = stages
-        self._schedule = schedule
-        self._visits = schedule.count_in_flight(rank)
-        self._passes = schedule.microbatches * len(stages)
+        self._schedule = job.schedule
+        self._visits = job.schedule.count_in_flight(rank)
+        self._passes = job.schedule.microbatches * len(stages)
         """Backward passes of the step."""
-        self._forwards_first = schedule.name in ("GPipe", "looped BFS")
+        self._forwards_first = job.schedule.name in ("GPipe", "looped BFS")
         self._value = 2 if software.half else 4
-        self._half = software.half
         self._fsdp = uses_fsdp(layout)
-        self._s = layout.shard_size
         self._gathers = layout.zero_stage == 3 and self._fsdp
         """Whether weights are gathered for each layer, and dropped again."""
-        self._reduces_each = reduces_each_microbatch(layout, schedule.microbatches)
+        self._reduces_each = reduces_each_microbatch(layout, job.schedule.microbatches)
         # A gradient in fp32 is added to the sum at once, if the sum is kept.
-        in_fp32 = not self._half or software.fused_gradients
+        in_fp32 = not self._software.half or software.fused_gradients
         self._holds = self._fsdp and (not in_fp32 or self._reduces_each)
         """Whether FSDP2 holds gradients of layers as autograd computes them."""
-        self._holds_outside = self._fsdp and (self._half or self._reduces_each)
+        self._holds_outside = self._fsdp and (self._software.half or self._reduces_each)
         """The same for other gradients, which are never fused."""
-        self._float8 = software.float8
-        self._keeps_gradients = software.kept_gradients
         # The cache computes a hash of all fields of the shape at each call.
-        self._kind_of_layer = _list_kinds(shape)
+        self._kind_of_layer = _list_kinds(job.shape)
         self._kinds = self._measure(software)
         self._tensors = next(iter(self._kinds.values()))
         """Those outside of layers are the same for all kinds."""
-        self._of_dense = flops.count_layer_parameters(shape, layout.tensor)
-        self._is_dense = layout.expert is None and not shape.linear_layers
+        self._of_dense = flops.count_layer_parameters(job.shape, layout.tensor)
+        self._is_dense = layout.expert is None and not job.shape.linear_layers
         """Whether all layers have attention and an MLP."""
         # Layers that are left out of float8.
         self._plain = self._measure(replace(software, float8=None))
@@ -166,23 +153,18 @@ class _RankPeak:
 
     def _measure(self, software: Software) -> dict[_Kind, TensorSizes]:
         """Return kind -> the tensors of such layers."""
-        return {
-            kind: measure_tensors(
-                self._shape,
-                self._layout,
-                software,
-                holds=self._holds,
-                holds_outside=self._holds_outside,
-                windowed=kind[0],
-                mlp=kind[1],
-                kind=TENSORS_BY_ATTENTION.require(kind[2]).require(kind[1]),
-            )
-            for kind in sorted(set(self._kind_of_layer))
-        }
+        found = {}
+        for kind in sorted(set(self._kind_of_layer)):
+            windowed, mlp, attention = kind
+            holds = self._holds, self._holds_outside
+            case = TensorCase(self._shape, self._layout, software, *holds, windowed)
+            of_kind = LAYERS_BY_ATTENTION.require(attention).require(mlp)
+            found[kind] = measure_tensors(case, of_kind.tensors)
+        return found
 
     def _get_tensors(self, layer: int) -> TensorSizes:
         kinds = self._kinds
-        if self._float8 is not None and not self._float8.covers(layer):
+        if self._software.float8 is not None and not self._software.float8.covers(layer):
             kinds = self._plain
         return kinds[self._kind_of_layer[layer]]
 
@@ -196,11 +178,11 @@ class _RankPeak:
         if len(self._kinds) == 1:
             tensors = self._tensors
             return again * tensors.recomputed_layer + (len(layers) - again) * tensors.layer
-        return sum(map(self._measure_kept, layers))
-
-    def _measure_kept(self, layer: int) -> float:
-        tensors = self._get_tensors(layer)
-        return tensors.recomputed_layer if self._is_recomputed(layer) else tensors.layer
+        size = 0.0
+        for layer in layers:
+            tensors = self._get_tensors(layer)
+            size += tensors.recomputed_layer if self._is_recomputed(layer) else tensors.layer
+        return size
 
     def _sum_visit(self, stage: Stage) -> float:
         """Return what a microbatch keeps of a stage between its two passes."""
@@ -231,13 +213,9 @@ class _RankPeak:
             return LayerParameters(len(layers) * self._of_dense)
         return sum_layers(self._shape, self._layout, layers)
 
-    def _hold_layers(self, layers: range) -> Held:
-        """Return the parameters of layers that this rank holds."""
-        return share_parameters(self._count(layers), self._layout)
-
     def _hold(self, parameters: int) -> Held:
         """Return what the rank holds of parameters outside of layers."""
-        return Held(parameters, parameters / self._s)
+        return Held(parameters, parameters / self._layout.shard_size)
 
     @cached_property
     def _held(self) -> Held:
@@ -250,13 +228,9 @@ class _RankPeak:
         visits = min(self._visits, self._passes - number + 1)
         # The stages of a rank may differ, so the mean of its visits counts.
         mean = sum(self._visit_bytes.values()) / len(self._stages)
-        return visits * mean - mean + len(self._stages) * self._tensors.tables + self._inputs
-
-    @property
-    def _inputs(self) -> float:
-        config = self._shape.config
-        tokens = config.seq_length * self._layout.micro_batch
-        return _TOKEN_BYTES * tokens * self._schedule.microbatches
+        tokens = self._shape.config.seq_length * self._layout.micro_batch
+        inputs = _TOKEN_BYTES * tokens * self._schedule.microbatches
+        return visits * mean - mean + len(self._stages) * self._tensors.tables + inputs
 
     # -- points ----------------------------------------------------------------------------------
 
@@ -267,7 +241,7 @@ class _RankPeak:
         round_size = self._schedule.microbatches if bfs else self._layout.pipeline
         later = (len(self._stages) - 1) * round_size + 2
         # The first backward pass is one of the last stage.
-        first = _Pass(self._stages[-1], 1, accumulated=self._keeps_gradients)
+        first = _Pass(self._stages[-1], 1, accumulated=self._software.kept_gradients)
         yield from self._list_backward(first)
         if self._passes >= later:
             # Of virtual stages, the first may have the embedding, and the last one the loss.
@@ -299,17 +273,17 @@ class _RankPeak:
         count = len(stage.layers)
         # From the second layer on, memory only rises or only falls among layers of a kind.
         chosen = {0, min(1, count - 1), count - 1}
-        partly = self._float8 is not None and self._float8.layers is not None
+        partly = self._software.float8 is not None and self._software.float8.layers is not None
         kinds = partly or len(self._kinds) > 1
         if 0 < self._layout.layers_recomputed < 1 or kinds:
             share = self._layout.layers_recomputed
-            chosen |= _find_kinds(self._shape, stage.layers, share, self._float8)
+            chosen |= _find_kinds(self._shape, stage.layers, share, self._software.float8)
         return sorted(chosen)
 
     def _list_loss(self, each: _Pass, kept: float) -> Iterator[StepPoint]:
         """Yield the points of the loss."""
         point = self._start_point(each, None)
-        if self._fsdp and (self._gathers or not each.accumulated) and self._s > 1:
+        if self._fsdp and (self._gathers or not each.accumulated) and self._layout.shard_size > 1:
             # FSDP2 frees what it gathered into when it gathers the next time.
             last = self._count_head(each.stage)
             if not last:
@@ -382,7 +356,7 @@ class _RankPeak:
             tied = not self._shape.config.untie_embeddings_and_output_weights
             if self._holds_outside and not (tied and stage.last):
                 working -= self._tensors.table_gradient
-            if not self._holds_outside and self._half and each.accumulated:
+            if not self._holds_outside and self._software.half and each.accumulated:
                 # Autograd converts the gradient to fp32, which has twice the bytes.
                 working += 2 * self._tensors.table_gradient
         yield replace(
@@ -406,13 +380,14 @@ class _RankPeak:
         ended = Held()
         if done is not None:
             layers = each.stage.layers[len(each.stage.layers) - done :]
-            ended = self._hold_layers(layers) + self._hold(self._count_head(each.stage))
+            ended = share_parameters(self._count(layers), self._layout)
+            ended += self._hold(self._count_head(each.stage))
         finished = ended.whole
         summed = self._held if each.accumulated else ended
         gradients: float = 4 * (summed.shard if self._reduces_each else summed.whole)
         if not self._fsdp:
             # Both orders of a weight in float8 have the bytes of a copy in 16 bits.
-            return StepPoint(2 * parameters if self._half else 0, gradients)
+            return StepPoint(2 * parameters if self._software.half else 0, gradients)
         # The gradient of a tied output matrix stays as autograd computed it.
         if done is not None:
             gradients += self._get_loss_gradient(each.stage)
@@ -428,10 +403,12 @@ class _RankPeak:
 
     def _count_rounded_weights(self) -> int:
         """Return the weights that are kept in float8, in both orders, beside those in 16 bits."""
-        if self._float8 is None:
+        if self._software.float8 is None:
             return 0
         linears = list_float8_linears(self._shape, self._layout.tensor)
-        layers = sum(self._float8.covers(layer) for stage in self._stages for layer in stage.layers)
+        layers = sum(
+            self._software.float8.covers(layer) for stage in self._stages for layer in stage.layers
+        )
         return layers * sum(each.weights for each in linears)
 
     def _reduce_root(self) -> StepPoint:
@@ -441,7 +418,7 @@ class _RankPeak:
         sent. Those of all layers and of the head are reduced already.
         """
         root = sum(map(self._count_root, self._stages))
-        others = self._held.shard - root / self._s
+        others = self._held.shard - root / self._layout.shard_size
         return StepPoint(
             gradients=(4 + self._value) * root + 4 * others,
             working=2 * self._tensors.stream,

@@ -11,7 +11,7 @@ Trace Event Format.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -28,11 +28,9 @@ class Visit:
     """Number of the stage. Stage i is on rank i % ranks."""
 
 
-@dataclass(frozen=True)
-class PipelineEvent:
+class PipelineEvent(NamedTuple):
     """A visit with its time."""
 
-    rank: int
     visit: Visit
     start: float
     end: float
@@ -48,18 +46,6 @@ class StageTimes:
     """Seconds of a message between neighbouring stages of different ranks."""
     blocking: bool = False
     """Whether the sender waits until its message has arrived."""
-
-
-@dataclass(frozen=True)
-class SimulatedPipeline:
-    """The events of a step, by rank and in the order of their starts."""
-
-    events: tuple[tuple[PipelineEvent, ...], ...]
-
-    @property
-    def seconds(self) -> float:
-        """Time from the first start to the last end."""
-        return max(events[-1].end for events in self.events)
 
 
 @lru_cache(maxsize=512)
@@ -108,18 +94,20 @@ def _list_forwards(schedule: PipelineSchedule, rank: int) -> list[Visit]:
     ]
 
 
-def simulate_pipeline(schedule: PipelineSchedule, times: StageTimes) -> SimulatedPipeline:
-    """Simulate a step and return its events."""
-    spans = _simulate_spans(schedule, times)
-    return SimulatedPipeline(
-        tuple(
-            tuple(
-                PipelineEvent(rank, visit, start, end)
-                for visit, (start, end) in zip(list_visits(schedule, rank), done, strict=True)
-            )
-            for rank, done in enumerate(spans)
-        )
-    )
+def simulate_pipeline(schedule: PipelineSchedule, times: StageTimes) -> list[list[PipelineEvent]]:
+    """Return the events of a step, by rank and in the order of their starts."""
+    return [
+        [
+            PipelineEvent(visit, *span)
+            for visit, span in zip(list_visits(schedule, rank), done, strict=True)
+        ]
+        for rank, done in enumerate(_simulate_spans(schedule, times))
+    ]
+
+
+def measure_seconds(schedule: PipelineSchedule, times: StageTimes) -> float:
+    """Return the time from the first start of a step to its last end."""
+    return max(done[-1][1] for done in _simulate_spans(schedule, times))
 
 
 class _Step(NamedTuple):
@@ -220,12 +208,8 @@ def _simulate_spans(
     return spans
 
 
-def _measure_seconds(schedule: PipelineSchedule, times: StageTimes) -> float:
-    return max(done[-1][1] for done in _simulate_spans(schedule, times))
-
-
 def estimate_pipeline_seconds(schedule: PipelineSchedule, times: StageTimes) -> float:
-    """Return the seconds of a step, as `simulate_pipeline` does, in a bounded time.
+    """Return the seconds of a step, as `measure_seconds` does, in a bounded time.
 
     A long step repeats the same pattern. Its middle is therefore extrapolated from two shorter
     steps whose lengths differ by one round.
@@ -239,21 +223,19 @@ def estimate_pipeline_seconds(schedule: PipelineSchedule, times: StageTimes) -> 
     # Rounds of another size than p would change with the number of microbatches.
     regular = schedule.name == "1F1B" or (schedule.name == "interleaved 1F1B" and m % p == 0)
     if m <= enough + p or not regular:
-        return _measure_seconds(schedule, times)
+        return measure_seconds(schedule, times)
     rest = (m - enough) % p
     rounds = (m - enough - rest) // p
-    short = _shorten(schedule, enough + rest)
-    longer = _shorten(schedule, enough + rest + p)
+    short = replace(schedule, microbatches=enough + rest)
+    longer = replace(schedule, microbatches=enough + rest + p)
     # What the first round and the last one add is the same in both steps.
-    first = _measure_seconds(short, times)
-    return first + rounds * (_measure_seconds(longer, times) - first)
+    first = measure_seconds(short, times)
+    return first + rounds * (measure_seconds(longer, times) - first)
 
 
-def _shorten(schedule: PipelineSchedule, microbatches: int) -> PipelineSchedule:
-    return PipelineSchedule(schedule.name, microbatches, schedule.ranks, schedule.stages_per_rank)
-
-
-def build_trace(pipeline: SimulatedPipeline, ends: Sequence[tuple[str, float]]) -> dict[str, Any]:
+def build_trace(
+    pipeline: Sequence[Sequence[PipelineEvent]], ends: Sequence[tuple[str, float]]
+) -> dict[str, Any]:
     """Return the trace of a step, with one row for each pipeline rank.
 
     Args:
@@ -261,20 +243,18 @@ def build_trace(pipeline: SimulatedPipeline, ends: Sequence[tuple[str, float]]) 
         ends: Names and seconds of what follows the pipeline, one after the other.
     """
     events: list[dict[str, Any]] = []
-    for rank, visits in enumerate(pipeline.events):
+    for rank, visits in enumerate(pipeline):
         # Metadata that names the row.
         name = {"name": f"pipeline rank {rank}"}
         events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": name})
-        for event in visits:
+        for visit, begin, end in visits:
             # Perfetto colours events by their names and categories.
-            direction = "forward" if event.visit.forward else "backward"
-            name_of_visit = f"{direction} {event.visit.microbatch}"
-            seconds = event.end - event.start
-            drawn = _draw(name_of_visit, direction, rank, event.start, seconds)
-            drawn["args"] = {"microbatch": event.visit.microbatch, "stage": event.visit.stage}
+            direction = "forward" if visit.forward else "backward"
+            drawn = _draw(f"{direction} {visit.microbatch}", direction, rank, begin, end - begin)
+            drawn["args"] = {"microbatch": visit.microbatch, "stage": visit.stage}
             events.append(drawn)
         # All ranks wait for the slowest one.
-        start = pipeline.seconds
+        start = max(events_of_rank[-1].end for events_of_rank in pipeline)
         for name_of_end, seconds in ends:
             if seconds > 0:
                 events.append(_draw(name_of_end, name_of_end, rank, start, seconds))

@@ -12,9 +12,9 @@ from itertools import accumulate
 
 from megatron.base.errors import ConfigError
 from megatron.extras.planner.cost.hardware import Hardware
-from megatron.extras.planner.cost.layout import RankLayout, Software
+from megatron.extras.planner.cost.layout import RankLayout, Software, StepJob
 from megatron.extras.planner.cost.memory import BALANCED_ENDS, Verdict, build_stages
-from megatron.extras.planner.cost.step_prediction import StepJob, StepPrediction
+from megatron.extras.planner.cost.step_prediction import StepPrediction
 from megatron.model.partition import GIVEN_SIZES
 from megatron.model.shape import ModelShape
 
@@ -365,40 +365,39 @@ def search_layouts(space: SearchSpace, count: int = 10) -> SearchResult:
 
 
 def _predict_layouts(space: SearchSpace) -> Iterator[StepPrediction]:
-    """Yield a prediction for each legal layout of the space, with each software."""
-    yield from _predict_with(space, space.software)
-    if space.float8_software is not None:
-        yield from _predict_with(space, space.float8_software)
-
-
-def _predict_with(space: SearchSpace, software: Software) -> Iterator[StepPrediction]:
-    """Yield a prediction for each legal layout of the space.
+    """Yield a prediction for each legal layout of the space, with each software.
 
     Shares that recompute the same number of layers in each stage are one layout.
     """
-    seen = set()
-    for layout in iterate_layouts(space):
-        try:
-            shape = space.get_shape(layout.tensor)
-            used = space.choose_software(layout, software)
-            job = StepJob(shape, layout, space.batch_size, used, space.hardware)
-            if layout.partition == EQUAL_TIMES:
-                job = balance_stages(job)
-                even, layout = replace(layout, partition="uniform"), job.layout
-                # Equal stages would be listed as two layouts.
-                if build_stages(shape, layout) == build_stages(shape, even):
-                    continue
-            prediction = StepPrediction(job)
-        except ConfigError:
-            # The layers or the vocabulary cannot be divided so.
-            continue
-        if layout.recompute == "full":
-            counts = prediction.count_recomputed_layers()
-            key = (replace(layout, recomputed_share=Fraction(1)), counts)
-            if key in seen:
+    for software in filter(None, (space.software, space.float8_software)):
+        seen = set()
+        for layout in iterate_layouts(space):
+            try:
+                shape = space.get_shape(layout.tensor)
+                used = space.choose_software(layout, software)
+                job = StepJob(shape, layout, space.batch_size, used, space.hardware)
+                if layout.partition == EQUAL_TIMES:
+                    job = balance_stages(job)
+                    even, layout = replace(layout, partition="uniform"), job.layout
+                    # Equal stages would be listed as two layouts.
+                    if build_stages(shape, layout) == build_stages(shape, even):
+                        continue
+                prediction = StepPrediction(job)
+            except ConfigError:
+                # The layers or the vocabulary cannot be divided so.
                 continue
-            seen.add(key)
-        yield prediction
+            if layout.recompute == "full":
+                counts = prediction.count_recomputed_layers()
+                key = (replace(layout, recomputed_share=Fraction(1)), counts)
+                if key in seen:
+                    continue
+                seen.add(key)
+            yield prediction
+
+
+def _fits(space: SearchSpace) -> bool:
+    """Return whether a layout of the space fits."""
+    return any(each.verdict is Verdict.FITS for each in _predict_layouts(space))
 
 
 def _simulate_fastest(found: Sequence[StepPrediction], count: int) -> tuple[StepPrediction, ...]:
@@ -430,9 +429,7 @@ def find_context_size(space: SearchSpace) -> SearchSpace | None:
     while space.shape.config.seq_length % (2 * size) == 0 and space.devices % size == 0:
         tried = replace(smallest, context=size)
         heads = space.shape.config.num_attention_heads
-        if not (space.exchange_heads and heads % size) and any(
-            each.verdict is Verdict.FITS for each in _predict_layouts(tried)
-        ):
+        if not (space.exchange_heads and heads % size) and _fits(tried):
             return None if size == space.context else replace(space, context=size)
         size *= 2
     return None
@@ -447,6 +444,6 @@ def find_enough_devices(space: SearchSpace) -> int | None:
     smallest = replace(space, micro_batch=space.micro_batch or 1, recompute="full")
     for factor in _MULTIPLES:
         larger = replace(smallest, devices=factor * space.devices)
-        if any(each.verdict is Verdict.FITS for each in _predict_layouts(larger)):
+        if _fits(larger):
             return larger.devices
     return None

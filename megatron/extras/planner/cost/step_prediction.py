@@ -19,25 +19,19 @@ from megatron.extras.planner.cost.communication import (
     estimate_small_all_reduce_seconds,
     estimate_time,
 )
-from megatron.extras.planner.cost.delta_net import TIMES_BY_ATTENTION
+from megatron.extras.planner.cost.delta_net import LAYERS_BY_ATTENTION
+from megatron.extras.planner.cost.experts import LAYERS
 from megatron.extras.planner.cost.float8 import (
     count_step_rounding,
     count_weight_scales,
     list_float8_linears,
 )
-from megatron.extras.planner.cost.hardware import Hardware
 from megatron.extras.planner.cost.kernels import estimate_memory_seconds
-from megatron.extras.planner.cost.layers import (
-    LAYER_TIMES,
-    Passes,
-    Seconds,
-    estimate_rounding_seconds,
-)
-from megatron.extras.planner.cost.layout import Float8, RankLayout, Software
+from megatron.extras.planner.cost.layers import Passes, Seconds, estimate_rounding_seconds
+from megatron.extras.planner.cost.layout import Float8, Software, StepJob
 from megatron.extras.planner.cost.memory import (
     RankMemory,
     Verdict,
-    build_schedule,
     build_stages,
     count_own_parameters,
     count_rank_parameters,
@@ -48,11 +42,10 @@ from megatron.extras.planner.cost.parameters import (
     count_gather_bytes,
     count_head_parameters,
     count_layer,
-    count_linear_layers,
-    count_mixtures,
     count_product_bytes,
     count_root_parameters,
     count_sum_bytes,
+    describe_layers,
 )
 from megatron.extras.planner.cost.pipeline_simulation import (
     StageTimes,
@@ -78,25 +71,6 @@ after it. One kernel for the update reads and writes the moment itself, which sa
 
 
 @dataclass(frozen=True)
-class StepJob:
-    """A step to predict."""
-
-    shape: ModelShape
-    layout: RankLayout
-    batch_size: int
-    """Samples of the global batch."""
-    software: Software
-    hardware: Hardware
-    seq_length: int | None = None
-    """Tokens of a sample. Default: that of `shape`."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a step."""
-        return self.batch_size * (self.seq_length or self.shape.config.seq_length)
-
-
-@dataclass(frozen=True)
 class DataParallelSeconds:
     """Seconds of a step's data-parallel communication."""
 
@@ -116,18 +90,13 @@ class StepPrediction:
         """
         self.job = job
         self.stages: tuple[Stage, ...] = build_stages(job.shape, job.layout)
-        self.schedule: PipelineSchedule = build_schedule(job.layout, job.batch_size)
-        self.passes: tuple[Passes, ...] = _estimate_stages(
-            job, self.stages, self.schedule.microbatches
-        )
+        self.schedule: PipelineSchedule = job.schedule
+        self.passes: tuple[Passes, ...] = _estimate_stages(job, self.stages)
 
     @cached_property
     def memory(self) -> tuple[RankMemory, ...]:
         """Memory of each pipeline rank."""
-        job = self.job
-        return estimate_memory(
-            job.shape, job.layout, job.software, job.batch_size, stages=self.stages
-        )
+        return estimate_memory(self.job, self.stages)
 
     @cached_property
     def peak_bytes(self) -> float:
@@ -136,18 +105,10 @@ class StepPrediction:
         Earlier ranks have at least as many microbatches in flight. So of ranks with the same
         stages, the first one needs most.
         """
-        job = self.job
         first: dict[tuple[tuple[int, ...], ...], int] = {}
-        for rank in range(job.layout.pipeline):
+        for rank in range(self.job.layout.pipeline):
             first.setdefault(self._describe_stages(rank), rank)
-        ranks = estimate_memory(
-            job.shape,
-            job.layout,
-            job.software,
-            job.batch_size,
-            stages=self.stages,
-            ranks=list(first.values()),
-        )
+        ranks = estimate_memory(self.job, self.stages, list(first.values()))
         return max(rank.total for rank in ranks)
 
     def _describe_stages(self, rank: int) -> tuple[tuple[int, ...], ...]:
@@ -155,9 +116,7 @@ class StepPrediction:
         share = self.job.layout.layers_recomputed
         return tuple(
             (
-                len(stage.layers),
-                count_mixtures(self.job.shape, stage.layers),
-                count_linear_layers(self.job.shape, stage.layers),
+                *describe_layers(self.job.shape, stage.layers),
                 # Shares of the layers are not the same in all stages.
                 flops.count_recomputed_layers(stage.layers, share),
                 stage.first,
@@ -380,46 +339,33 @@ class _Parts:
 
 
 @lru_cache(maxsize=4096)
-def _estimate_parts(
-    shape: ModelShape,
-    layout: RankLayout,
-    software: Software,
-    hardware: Hardware,
-    seq_length: int | None,
-    gradient_bytes: float | None,
-    microbatches: int,
-) -> _Parts:
+def _estimate_parts(job: StepJob, gradient_bytes: float | None, microbatches: int) -> _Parts:
     """Return the times of the parts of a model. Many layouts of a search have the same parts."""
-    arguments = (shape, layout, software, hardware, seq_length, gradient_bytes, microbatches)
-    classes = dict(LAYER_TIMES.list_rows()) | dict(software.times)
-    times = classes["dense"](*arguments)
-    kinds = {_find_kind(shape, index) for index in range(shape.config.num_layers)}
+    arguments = (job.shape, job.layout, job.software, job.hardware, job.seq_length)
+    further = (gradient_bytes, microbatches)
+    classes = {name: row.times for name, row in LAYERS.list_rows()} | dict(job.software.times)
+    times = classes["dense"](*arguments, *further)
+    kinds = {_find_kind(job.shape, index) for index in range(job.shape.config.num_layers)}
     plain, again = {}, {}
     for kind in kinds:
         window, mlp, attention = kind
         # Other trainers have times of their own for layers with attention only.
-        own = TIMES_BY_ATTENTION.require(attention)
-        of_kind = (classes[mlp] if own is LAYER_TIMES else own.require(mlp))(*arguments)
+        own = LAYERS_BY_ATTENTION.require(attention)
+        of_layer = classes[mlp] if own is LAYERS else own.require(mlp).times
+        of_kind = of_layer(*arguments, *further)
         plain[kind] = of_kind.estimate_layer(window)
         again[kind] = of_kind.estimate_recomputed_layer(window)
     return _Parts(plain, again, times.estimate_embedding(), times.estimate_output())
 
 
-def _estimate_stages(
-    job: StepJob, stages: Sequence[Stage], microbatches: int
-) -> tuple[Passes, ...]:
-    """Return the times of each stage for one of the microbatches of a step."""
+def _estimate_stages(job: StepJob, stages: Sequence[Stage]) -> tuple[Passes, ...]:
+    """Return the times of each stage for one microbatch."""
     layout = job.layout
+    microbatches = job.schedule.microbatches
     # Only these fields matter for the parts.
-    key = RankLayout(
-        tensor=layout.tensor,
-        context=layout.context,
-        exchange_heads=layout.exchange_heads,
-        micro_batch=layout.micro_batch,
-        recompute=layout.recompute,
-        sequence_parallel=layout.sequence_parallel,
-        expert=layout.expert,
-        imbalance=layout.imbalance,
+    key = layout.keep(
+        *("tensor", "context", "exchange_heads", "micro_batch", "sequence_parallel"),
+        *("recompute", "expert", "imbalance"),
     )
     gradient_bytes = None
     if job.software.counts_tensors:
@@ -430,65 +376,55 @@ def _estimate_stages(
     if float8 is not None:
         rounds = microbatches
         key = replace(key, data=min(layout.data, 2), zero_stage=layout.zero_stage)
-
-    def estimate(software: Software) -> _Parts:
-        return _estimate_parts(
-            job.shape, key, software, job.hardware, job.seq_length, gradient_bytes, rounds
-        )
-
-    parts = estimate(job.software)
+    of_parts = replace(job, layout=key, batch_size=0)
+    parts = _estimate_parts(of_parts, gradient_bytes, rounds)
     if float8 is None or float8.layers is None:
-        passes = _sum_stages(job.shape, layout, stages, parts)
+        passes = _sum_stages(job, stages, parts)
     else:
-        others = estimate(replace(job.software, float8=None))
-        passes = tuple(
-            _sum_mixed_stage(job.shape, layout, stage, parts, others, float8) for stage in stages
-        )
+        plain = replace(of_parts, software=replace(job.software, float8=None))
+        others = _estimate_parts(plain, gradient_bytes, rounds)
+        passes = tuple(_sum_mixed_stage(job, stage, parts, others, float8) for stage in stages)
     if not job.software.counts_tensors:
         return passes
 
     # A search has many stages of few kinds.
     kinds = [
-        (
-            *(len(stage.layers), count_mixtures(job.shape, stage.layers)),
-            *(count_linear_layers(job.shape, stage.layers), stage.first, stage.last),
-        )
-        for stage in stages
+        (*describe_layers(job.shape, stage.layers), stage.first, stage.last) for stage in stages
     ]
     traffic = {
-        kind: _estimate_parameter_traffic(job, stage, microbatches)
+        kind: _estimate_parameter_traffic(job, stage)
         for kind, stage in dict(zip(kinds, stages, strict=True)).items()
     }
     return tuple(each + traffic[kind] for each, kind in zip(passes, kinds, strict=True))
 
 
-def _estimate_parameter_traffic(job: StepJob, stage: Stage, microbatches: int) -> Passes:
+def _estimate_parameter_traffic(job: StepJob, stage: Stage) -> Passes:
     """Return the mean time of one microbatch for gathered weights and sums of gradients."""
     forward, backward = (
-        count(job.shape, job.layout, job.software, stage, microbatches) / microbatches
+        Seconds(
+            pointwise=job.software.pointwise
+            * (count(job, stage) / job.schedule.microbatches)
+            / job.hardware.memory_rate
+        )
         for count in (count_gather_bytes, count_sum_bytes)
     )
-    return Passes(
-        Seconds(pointwise=job.software.pointwise * forward / job.hardware.memory_rate),
-        Seconds(pointwise=job.software.pointwise * backward / job.hardware.memory_rate),
-    )
+    return Passes(forward, backward)
 
 
-def _sum_stages(
-    shape: ModelShape, layout: RankLayout, stages: Sequence[Stage], parts: _Parts
-) -> tuple[Passes, ...]:
+def _sum_stages(job: StepJob, stages: Sequence[Stage], parts: _Parts) -> tuple[Passes, ...]:
     """Return the time of each stage for one microbatch."""
     found: dict[tuple[int | range, int, bool, bool], Passes] = {}
     sums = []
     for stage in stages:
         recomputed = len(stage.layers)
-        if layout.recompute == "full":
-            recomputed = flops.count_recomputed_layers(stage.layers, layout.layers_recomputed)
+        if job.layout.recompute == "full":
+            share = job.layout.layers_recomputed
+            recomputed = flops.count_recomputed_layers(stage.layers, share)
         # If layers differ, their numbers matter too.
         layers = len(stage.layers) if len(parts.plain) == 1 else stage.layers
         key = (layers, recomputed, stage.first, stage.last)
         if key not in found:
-            found[key] = _sum_stage(shape, stage, recomputed, parts)
+            found[key] = _sum_stage(job.shape, stage, recomputed, parts)
         sums.append(found[key])
     return tuple(sums)
 
@@ -505,6 +441,11 @@ def _sum_stage(shape: ModelShape, stage: Stage, recomputed: int, parts: _Parts) 
             # Which layers of a stage are recomputed hardly changes their sum.
             times = parts.again if number < recomputed else parts.plain
             passes += times[_find_kind(shape, layer)]
+    return _add_ends(passes, stage, parts)
+
+
+def _add_ends(passes: Passes, stage: Stage, parts: _Parts) -> Passes:
+    """Add the embedding and the output layer to the layers of a stage that has them."""
     if stage.first:
         passes += parts.embedding
     if stage.last:
@@ -513,83 +454,30 @@ def _sum_stage(shape: ModelShape, stage: Stage, recomputed: int, parts: _Parts) 
 
 
 def _sum_mixed_stage(
-    shape: ModelShape,
-    layout: RankLayout,
-    stage: Stage,
-    parts: _Parts,
-    others: _Parts,
-    float8: Float8,
+    job: StepJob, stage: Stage, parts: _Parts, others: _Parts, float8: Float8
 ) -> Passes:
     """Return the time of one stage with some layers in float8, for one microbatch.
 
     Args:
-        shape: Sizes of the model.
-        layout: The layout.
+        job: The step.
         stage: The stage.
         parts: Times with float8.
         others: Times without it.
         float8: Which layers have it.
     """
+    layout = job.layout
     again = layout.recompute != "full"
     kinds: Counter[tuple[bool, bool, _Kind]] = Counter()
     for layer in stage.layers:
         recomputed = again or (
             flops.count_recomputed_layers(range(layer, layer + 1), layout.layers_recomputed) > 0
         )
-        kinds[float8.covers(layer), recomputed, _find_kind(shape, layer)] += 1
+        kinds[float8.covers(layer), recomputed, _find_kind(job.shape, layer)] += 1
     passes = Passes(Seconds(), Seconds())
     for (in_float8, recomputed, kind), count in kinds.items():
         times = parts if in_float8 else others
         passes += (times.again if recomputed else times.plain)[kind].scale(count)
-    if stage.first:
-        passes += parts.embedding
-    if stage.last:
-        passes += parts.output
-    return passes
-
-
-def count_step_traffic(job: StepJob, stages: Sequence[Stage], rank: int) -> StepTraffic:
-    """Count what pipeline rank `rank` sends to other data-parallel ranks in a step."""
-    layout = job.layout
-    own = select_stages_of_rank(stages, rank, layout.pipeline)
-    layers = [layer for stage in own for layer in stage.layers]
-    outside = (
-        count(job.shape, layout.tensor, stage)
-        for stage in own
-        for count in (count_root_parameters, count_head_parameters)
-    )
-    return _count_traffic(
-        job,
-        [count_layer(job.shape, layout, layer).dense for layer in layers],
-        [size for size in outside if size],
-        layout.shard_size,
-        layout.copies,
-    )
-
-
-def count_expert_traffic(job: StepJob, stages: Sequence[Stage], rank: int) -> StepTraffic:
-    """Count what pipeline rank `rank` sends in a step to the ranks with the same experts."""
-    layout = job.layout
-    own = select_stages_of_rank(stages, rank, layout.pipeline)
-    blocks = [count_layer(job.shape, layout, layer) for stage in own for layer in stage.layers]
-    experts = [block.experts for block in blocks if block.experts]
-    return _count_traffic(job, experts, (), layout.expert_shards, layout.expert_copies)
-
-
-def _count_traffic(
-    job: StepJob, blocks: Sequence[int], outside: Sequence[int], shard_size: int, copies: int
-) -> StepTraffic:
-    """Return what `count_traffic` counts for these parameters in a step."""
-    return count_traffic(
-        blocks,
-        outside,
-        shard_size=shard_size,
-        copies=copies,
-        zero_stage=job.layout.zero_stage,
-        microbatches=build_schedule(job.layout, job.batch_size).microbatches,
-        weight_bytes=2 if job.software.half else 4,
-        gradient_bytes=job.software.gradient_bytes,
-    )
+    return _add_ends(passes, stage, parts)
 
 
 def estimate_data_parallel_time(
@@ -607,24 +495,38 @@ def estimate_data_parallel_time(
         select: Returns the part of the traffic that counts. Default: all of it.
     """
     layout = job.layout
-    network = job.hardware.network
-    dense = estimate_time(
-        select(count_step_traffic(job, stages, rank)),
-        network,
-        shard_size=layout.shard_size,
-        copies=layout.copies,
-        inner_ranks=layout.tensor,
-    )
-    if not job.shape.expert_layers:
-        return dense
-    # The same links send both.
-    return dense + estimate_time(
-        select(count_expert_traffic(job, stages, rank)),
-        network,
-        shard_size=layout.expert_shards,
-        copies=layout.expert_copies,
-        inner_ranks=layout.expert or 1,
-    )
+    own = select_stages_of_rank(stages, rank, layout.pipeline)
+    layers = [count_layer(job.shape, layout, layer) for stage in own for layer in stage.layers]
+    counted = (count_root_parameters, count_head_parameters)
+    outside = [count(job.shape, layout.tensor, stage) for stage in own for count in counted]
+    # Parameters of layers, others, ranks that share a copy, copies, and ranks between neighbours.
+    dense = [each.dense for each in layers]
+    groups = [(dense, [*filter(None, outside)], layout.shard_size, layout.copies, layout.tensor)]
+    if job.shape.expert_layers:
+        # The same links send both.
+        experts = [each.experts for each in layers if each.experts]
+        shards = layout.expert_shards, layout.expert_copies
+        groups.append((experts, [], *shards, layout.expert or 1))
+    total = CommunicationTime(0.0, 0.0)
+    for blocks, others, shard_size, copies, inner_ranks in groups:
+        traffic = count_traffic(
+            blocks,
+            others,
+            shard_size=shard_size,
+            copies=copies,
+            zero_stage=layout.zero_stage,
+            microbatches=job.schedule.microbatches,
+            weight_bytes=2 if job.software.half else 4,
+            gradient_bytes=job.software.gradient_bytes,
+        )
+        total += estimate_time(
+            select(traffic),
+            job.hardware.network,
+            shard_size=shard_size,
+            copies=copies,
+            inner_ranks=inner_ranks,
+        )
+    return total
 
 
 def _estimate_data_parallel(
@@ -633,7 +535,7 @@ def _estimate_data_parallel(
     """Estimate the communication of a pipeline rank, whose stages have these times."""
     layout = job.layout
     software = job.software
-    microbatches = build_schedule(layout, job.batch_size).microbatches
+    microbatches = job.schedule.microbatches
 
     def estimate(select: Callable[[StepTraffic], StepTraffic]) -> float:
         return estimate_data_parallel_time(job, stages, rank, select).total

@@ -9,16 +9,14 @@ feed-forward size, a heads of width d, g query groups, q = a d and k = g d width
 keys, v padded vocabulary, t tensor-parallel size. All results are bytes.
 """
 
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal, cast
+from typing import ClassVar, Literal, cast
 
-from megatron.config.model import MLPKind
-from megatron.config.table import Table
 from megatron.extras.planner.cost.float8 import list_attention_linears
 from megatron.extras.planner.cost.layout import RankLayout, Software
-from megatron.extras.planner.cost.parameters import count_rows
+from megatron.extras.planner.cost.parameters import get_widths
 from megatron.model.layer_parts import NORMS, get_activation
 from megatron.model.shape import ModelShape
 
@@ -33,31 +31,20 @@ memory-efficient kernel takes a bias and fp32, but no grouped queries. Without a
 probabilities are in memory."""
 
 
-def choose_kernel(
-    shape: ModelShape,
-    *,
-    half: bool,
-    flash: bool = True,
-    windowed: bool = False,
-    cudnn: bool = False,
-    in_blocks: bool = False,
-) -> Kernel:
+def choose_kernel(shape: ModelShape, software: Software, *, windowed: bool = False) -> Kernel:
     """Return the attention kernel that torch chooses on a GPU.
 
     Args:
         shape: Sizes of the model.
-        half: Whether it computes in bf16 or fp16.
-        flash: Whether the GPU has a flash kernel.
+        software: The trainer.
         windowed: Whether the layer has a sliding window that is shorter than the sequence.
-        cudnn: Whether cuDNN's kernel is the first choice.
-        in_blocks: See `Software`.
     """
-    if in_blocks:
+    if software.attends_in_blocks:
         return "none"
     biased = windowed or shape.has_alibi
     # Torch's flash kernel takes values that are as wide as keys.
-    flash = flash and (cudnn or shape.value_dim == shape.head_dim)
-    if flash and half and (cudnn or not biased):
+    flash = software.flash and (software.cudnn or shape.value_dim == shape.head_dim)
+    if flash and software.half and (software.cudnn or not biased):
         return "flash"
     if shape.query_groups == shape.config.num_attention_heads:
         return "efficient"
@@ -104,67 +91,54 @@ class TensorSizes:
     """Gradient of the output matrix that stays until FSDP2 accumulates it at the end."""
 
 
-def measure_tensors(
-    shape: ModelShape,
-    layout: RankLayout,
-    software: Software,
-    *,
-    holds: bool,
-    holds_outside: bool | None = None,
-    windowed: bool = False,
-    mlp: MLPKind = "dense",
-    kind: "Callable[..., LayerTensors] | None" = None,
-) -> TensorSizes:
+@dataclass(frozen=True)
+class TensorCase:
+    """What determines the tensors of a layer."""
+
+    shape: ModelShape
+    layout: RankLayout
+    software: Software
+    """The trainer. Only its precision, `kept_operators` and what is fused are used."""
+    holds: bool
+    """Whether FSDP2 holds gradients as autograd computes them until the end of a layer."""
+    holds_outside: bool
+    """The same for parameters outside of layers."""
+    windowed: bool = False
+    """Whether the layer has a sliding window that is shorter than the sequence."""
+
+
+def measure_tensors(case: TensorCase, kind: "type[LayerTensors] | None" = None) -> TensorSizes:
     """Return the sizes of the tensors of one microbatch.
 
     Args:
-        shape: Sizes of the model.
-        layout: The layout.
-        software: The trainer. Only its precision, `kept_operators` and what is fused are used.
-        holds: Whether FSDP2 holds gradients as autograd computes them until the end of a layer.
-        holds_outside: The same for parameters outside of layers. Default: as in layers.
-        windowed: Whether the layer has a sliding window that is shorter than the sequence.
-        mlp: The kind of MLP.
-        kind: What counts a layer. Default: that of layers with attention.
+        case: What determines them.
+        kind: What counts a layer. Default: that of layers with attention and an MLP.
     """
+    kind = kind or LayerTensors
+    layout = case.layout
     # Only these fields matter, so many layouts of a search have the same sizes.
-    key = RankLayout(
-        tensor=layout.tensor,
-        context=layout.context,
-        exchange_heads=layout.exchange_heads,
-        micro_batch=layout.micro_batch,
-        recompute="selective" if layout.recompute == "selective" else "none",
-        sequence_parallel=layout.sequence_parallel,
-        data=min(2, layout.data),
-        zero_stage=layout.zero_stage,
-        partition_inputs=layout.partition_inputs,
-        host_inputs=layout.host_inputs,
-        expert=layout.expert if mlp == "experts" else None,
-        imbalance=layout.imbalance,
+    key = layout.keep(
+        *("tensor", "context", "exchange_heads", "micro_batch", "sequence_parallel", "zero_stage"),
+        *("partition_inputs", "host_inputs", "imbalance"),
     )
-    if holds_outside is None:
-        holds_outside = holds
+    key = replace(
+        key,
+        recompute="selective" if layout.recompute == "selective" else "none",
+        data=min(2, layout.data),
+        expert=layout.expert if kind.has_experts else None,
+    )
     # A class can be a part of the cache's key, which mypy does not see.
-    of_layer = cast(Hashable, kind or MLP_TENSORS.require(mlp))
-    return _measure(shape, key, software, holds, holds_outside, windowed, of_layer)
+    return _measure(replace(case, layout=key), cast(Hashable, kind))
 
 
 @lru_cache(maxsize=4096)
-def _measure(
-    shape: ModelShape,
-    layout: RankLayout,
-    software: Software,
-    holds: bool,
-    holds_outside: bool,
-    windowed: bool,
-    kind: "Callable[..., LayerTensors]",
-) -> TensorSizes:
-    tensors = kind(shape, layout, software, holds, holds_outside, windowed)
-    first = kind(shape, layout, software, holds, holds_outside, windowed, starts=True)
+def _measure(case: TensorCase, kind: "type[LayerTensors]") -> TensorSizes:
+    tensors = kind(case)
+    first = kind(case, starts=True)
     return TensorSizes(
         stream=tensors.x,
         layer=tensors.layer,
-        recomputed_layer=_choose_input(tensors.x, layout) + tensors.kept_results,
+        recomputed_layer=_choose_input(tensors.x, case.layout) + tensors.kept_results,
         in_backward=_find_highest(tensors.list_backward_steps()),
         in_first_backward=_find_highest(first.list_backward_steps()),
         unread_result=tensors.unread_result,
@@ -176,7 +150,7 @@ def _measure(
         loss_kept=tensors.x + tensors.whole + tensors.output_gradient,
         loss_forward=tensors.loss_forward,
         loss_backward=tensors.loss_backward,
-        loss_gradient=tensors.value * tensors.output_matrix if holds_outside else 0,
+        loss_gradient=tensors.value * tensors.output_matrix if case.holds_outside else 0,
     )
 
 
@@ -201,34 +175,28 @@ def _find_highest(steps: Iterable[tuple[float, float]]) -> float:
 class LayerTensors:
     """The tensors of a layer, of the embedding and of the loss."""
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        layout: RankLayout,
-        software: Software,
-        holds: bool,
-        holds_outside: bool,
-        windowed: bool,
-        starts: bool = False,
-    ) -> None:
+    has_experts: ClassVar[bool] = False
+
+    def __init__(self, case: TensorCase, *, starts: bool = False) -> None:
+        """Take what determines the sizes.
+
+        Args:
+            case: What determines them.
+            starts: Whether the sums of gradients over microbatches start in this backward pass.
+        """
+        shape, layout, software = case.shape, case.layout, case.software
         config = shape.config
+        self._case = case
         self._starts = starts
-        """Whether the sums of gradients over microbatches start in this backward pass."""
         self._shape = shape
         self._config = config
-        self._fp16 = software.fp16
-        self._half = software.half
+        self._layout = layout
+        self._software = software
         self._selective = layout.recompute == "selective"
-        self._kept_operators = software.kept_operators
-        self._fused = software.fused_gradients
         self._in_float8 = software.float8 is not None
-        self._rowwise = software.float8 is not None and software.float8.rowwise
-        self._tensorwise = self._in_float8 and not self._rowwise
+        self._tensorwise = software.float8 is not None and not software.float8.rowwise
         self._rounds_gathered = layout.zero_stage == 3 and layout.data * layout.context > 1
         """Whether weights are rounded for each pass, because they are gathered for it."""
-        self._fused_loss = software.fused_loss
-        self._fused_gate = software.fused_gate
-        self._compiled = software.compiled
         # The norms of heads are between the projection and the rotation.
         self._fused_rotation = (
             software.fused_rotation
@@ -237,42 +205,25 @@ class LayerTensors:
             and shape.attention == "dot_product"
         )
         # The projection to queries, keys and values has two weights if ranks share query groups.
-        self._fused_projection = self._fused and shape.query_groups >= layout.tensor
-        self._sequence_parallel = layout.sequence_parallel
-        self._t = layout.tensor
-        self._in_blocks = software.attends_in_blocks
+        self._fused_projection = software.fused_gradients and shape.query_groups >= layout.tensor
         self._heads = config.num_attention_heads // layout.tensor
-        self._samples = layout.micro_batch
         # Tokens of this rank. Context-parallel ranks share the sequence.
-        self._context = layout.context
-        self._exchanges = layout.exchange_heads
         self._tokens = config.seq_length * layout.micro_batch // layout.context
-        self.holds = holds
-        self._holds_outside = holds_outside
         self.value = 2 if software.half else 4
         self.gradient_value = 4 if software.fused_gradients else self.value
         """Bytes of an element of a weight's gradient that FSDP2 holds."""
-        self._kernel = choose_kernel(
-            shape,
-            half=software.half,
-            flash=software.flash,
-            windowed=windowed,
-            cudnn=software.cudnn,
-            in_blocks=software.attends_in_blocks,
-        )
-        # Several ranks share a query group if there are fewer groups than ranks.
-        groups = max(1, shape.query_groups // layout.tensor)
+        self._kernel = choose_kernel(shape, software, windowed=case.windowed)
+        widths = get_widths(shape, layout.tensor)
         per_value = self.value * self._tokens
-        self._q: float = per_value * self._heads * shape.head_dim
-        self._k: float = per_value * groups * shape.head_dim
-        self._v: float = per_value * groups * shape.value_dim
+        self._q: float = per_value * widths.q
+        self._k: float = per_value * widths.k
+        self._v: float = per_value * widths.v
         self._qkv: float = self._q + self._k + self._v
         """Queries, keys and values."""
-        self._result: float = per_value * self._heads * shape.value_dim
+        self._result: float = per_value * widths.context
         """What the attention core returns."""
-        self._f = per_value * shape.ffn_hidden_size // layout.tensor
+        self._f = per_value * widths.f
         self._gate: float = per_value * self._heads * shape.gate_dim
-        self._layout = layout
         self.whole = per_value * config.hidden_size
         """Hidden states of all tokens."""
         share = layout.tensor if layout.sequence_parallel else 1
@@ -317,16 +268,18 @@ class LayerTensors:
     def _entered(self) -> float:
         """What the products keep of the input of a column-parallel layer."""
         # A slice is gathered again, and then rounded again.
-        if self._sequence_parallel:
+        if self._layout.sequence_parallel:
             return self._n
         return self._keep_input(self._n)
 
     @cached_property
     def _projected(self) -> float:
         """Queries, keys and values, and the forms of them that the kernel reads."""
-        if self._context > 1 and not self._selective:
+        if self._layout.context > 1 and not self._selective:
             return self._shared
-        copied = self._kernel == "none" and not self._selective and not self._in_blocks
+        copied = (
+            self._kernel == "none" and not self._selective and not self._software.attends_in_blocks
+        )
         if copied and self._config.qk_norm is None:
             # The core keeps copies of all three.
             return 0.0
@@ -358,9 +311,9 @@ class LayerTensors:
         They are those of the first half of the sequence, and those of the late part. On the first
         rank these are all. Ranks that exchange heads have queries, keys and values of their heads.
         """
-        if self._exchanges:
+        if self._layout.exchange_heads:
             return self._qkv
-        return 1.5 * (self._k + self._v) * self._context
+        return 1.5 * (self._k + self._v) * self._layout.context
 
     @property
     def _shared(self) -> float:
@@ -370,7 +323,7 @@ class LayerTensors:
         """
         # The kernel keeps views of what was received.
         size = self._received + self._norms_in_fp32
-        if self._exchanges:
+        if self._layout.exchange_heads:
             return size
         if self._shape.query_groups < self._config.num_attention_heads:
             return self._q + size
@@ -388,7 +341,7 @@ class LayerTensors:
     def _norms_in_fp32(self) -> float:
         """What a norm over all heads keeps: its input in fp32, and that divided by its norm."""
         tensors = {None: 0, "head": 0, "full": 2}[self._config.qk_norm]
-        if self._compiled:
+        if self._software.compiled:
             return 0.0
         return tensors * (self._q + self._k) * 4 / self.value
 
@@ -396,12 +349,12 @@ class LayerTensors:
     def _in_single_block(self) -> bool:
         """Whether attention with dropout is computed for all queries at once."""
         square = self._heads * self._tokens * self._config.seq_length
-        return self._in_blocks and 4 * square <= LOGIT_CHUNK_BYTES
+        return self._software.attends_in_blocks and 4 * square <= LOGIT_CHUNK_BYTES
 
     @property
     def _block_rows(self) -> int:
         """Queries of a block of attention with dropout. See `megatron.model.loss.split_rows`."""
-        row = 4 * self._heads * self._samples * self._config.seq_length
+        row = 4 * self._heads * self._layout.micro_batch * self._config.seq_length
         rows = max(1, LOGIT_CHUNK_BYTES // row)
         return rows - rows % LOGIT_TILE_ROWS if rows > LOGIT_TILE_ROWS else rows
 
@@ -414,7 +367,7 @@ class LayerTensors:
             return 4 * rows
         # Without a kernel, torch computes in fp32 for half precision too.
         square = rows * self._config.seq_length
-        if self._in_blocks:
+        if self._software.attends_in_blocks:
             # Keys and values are copied for each query head. With several blocks, nothing is kept.
             # A single block keeps queries, and probabilities before and after dropout.
             grouped = self._shape.query_groups < self._config.num_attention_heads
@@ -429,10 +382,10 @@ class LayerTensors:
         """The attention's result as the kernel keeps it, and as the next product reads it."""
         # The memory-efficient kernel writes [b, s, n, d], and the product reads [s, b, n d]. The
         # flash kernel writes the order of the queries, which is the one that the product reads.
-        if self._context > 1 and not self._selective:
+        if self._layout.context > 1 and not self._selective:
             # The results of the parts, or of some heads, are joined to a new tensor.
             return self._result + self._keep_input(self._result)
-        if self._kernel == "efficient" and self._samples > 1 and not self._selective:
+        if self._kernel == "efficient" and self._layout.micro_batch > 1 and not self._selective:
             return self._result + self._keep_input(self._result)
         if self._tensorwise:
             # The kernel keeps its own result, unless it is computed again.
@@ -447,7 +400,7 @@ class LayerTensors:
         config = self._config
         queries = config.q_lora_rank or 0
         width = 2 * queries + 2 * config.kv_lora_rank + config.qk_pos_emb_head_dim
-        share = self._t**self._sequence_parallel
+        share = self._layout.tensor**self._layout.sequence_parallel
         return self.value * self._tokens * width / share + 2 * self._statistics
 
     @cached_property
@@ -462,7 +415,7 @@ class LayerTensors:
     def _mlp(self) -> float:
         """The inner activations of the MLP."""
         row = self._activation
-        if row.gated and (self._fused_gate or self._compiled):
+        if row.gated and (self._software.fused_gate or self._software.compiled):
             # Gate, other factor and product. The activation is computed again.
             return 3 * self._f
         return row.kept_values * self._f + row.kept_bytes * self._f / self.value
@@ -471,19 +424,19 @@ class LayerTensors:
     def kept_results(self) -> float:
         """Results of operators that a recomputed layer keeps. See `megatron.model.recompute`."""
         size = 0.0
-        if "matmul" in self._kept_operators:
+        if "matmul" in self._software.kept_operators:
             # The projections, and what both row-parallel products return before they are added up.
             size += self._qkv + self._halves * self._f + 2 * self.whole
-        if "matmul" in self._kept_operators and self._in_blocks:
+        if "matmul" in self._software.kept_operators and self._software.attends_in_blocks:
             # Logits for the keys up to the end of each block, and results. Only fp16 is converted.
             s = self._config.seq_length
             square = self._heads * self._tokens * (s + min(s, self._block_rows)) / 2
-            size += (4 if self._fp16 else self.value) * square + self._result
-        elif "matmul" in self._kept_operators and self._kernel == "none":
+            size += (4 if self._software.fp16 else self.value) * square + self._result
+        elif "matmul" in self._software.kept_operators and self._kernel == "none":
             # Logits and results of attention are products in fp32.
             square = self._heads * self._tokens * self._config.seq_length
             size += 4 * square + self._result * 4 / self.value
-        if "attention" in self._kept_operators and self._kernel != "none":
+        if "attention" in self._software.kept_operators and self._kernel != "none":
             size += self._result + self._core
         return size
 
@@ -495,7 +448,12 @@ class LayerTensors:
         backward pass of the layer. A fused product tells torch what it keeps after it has run.
         """
         normed = not self._config.has_norms_first
-        if "matmul" not in self._kept_operators or self._fused or self._dropped or normed:
+        if (
+            "matmul" not in self._software.kept_operators
+            or self._software.fused_gradients
+            or self._dropped
+            or normed
+        ):
             return 0.0
         return self.whole
 
@@ -505,7 +463,7 @@ class LayerTensors:
         size = self._mask
         if self._config.embed_layernorm:
             size += self._n + self._statistics
-        if self._t > 1:
+        if self._layout.tensor > 1:
             # Ids as int64, and whether another rank has them.
             size += 9 * self._tokens
         return size
@@ -516,11 +474,11 @@ class LayerTensors:
         config = self._config
         s = config.seq_length
         square = self.value * s * s
-        if self._context > 1 and not self._exchanges:
+        if self._layout.context > 1 and not self._layout.exchange_heads:
             # The queries of one part, and all keys.
-            square = self.value * s * (s // (2 * self._context))
-        elif self._context > 1 and self._shape.has_alibi:
-            square //= self._context
+            square = self.value * s * (s // (2 * self._layout.context))
+        elif self._layout.context > 1 and self._shape.has_alibi:
+            square //= self._layout.context
         # Cosine and sine of half of the rotated channels, in fp32.
         size: float = 4 * s * self._shape.rotary_dim
         if self._shape.has_alibi:
@@ -543,7 +501,7 @@ class LayerTensors:
             size * h / self._tokens for size in (self._qkv + self._gate, self._result, self._f)
         )
         if self._shape.attention == "latent":
-            linears = list_attention_linears(self._shape, self._t)[:-1]
+            linears = list_attention_linears(self._shape, self._layout.tensor)[:-1]
             qkv = self.value * sum(each.weights for each in linears)
         return qkv, context, self._halves * inner, inner
 
@@ -551,7 +509,7 @@ class LayerTensors:
     def pending_gradients(self) -> float:
         """Gradients of a layer's weights that stay until the end of the layer."""
         # Otherwise autograd adds each of them to the fp32 sum immediately.
-        size = sum(self._weights) if self.holds else 0.0
+        size = sum(self._weights) if self._case.holds else 0.0
         return size * self.gradient_value / self.value
 
     def _compute_weight(self, size: float, *, fused: bool) -> tuple[float, float]:
@@ -562,20 +520,20 @@ class LayerTensors:
             fused: Whether the product itself adds to the gradient in fp32.
         """
         # Otherwise a gradient in half precision is converted before it is added to a sum in fp32.
-        converted = 2 * size if self._half else 0.0
-        if self._starts and not self.holds:
+        converted = 2 * size if self._software.half else 0.0
+        if self._starts and not self._case.holds:
             # What is converted stays as the sum. Products that add write into it directly.
             if fused and not self._tensorwise:
                 return converted, 0.0
-            return size + converted, size if self._half else 0.0
+            return size + converted, size if self._software.half else 0.0
         if fused and self._tensorwise:
             # Another kernel adds the product.
-            return (size + converted if self.holds else size), size
+            return (size + converted if self._case.holds else size), size
         if fused:
-            return (converted, 0.0) if self.holds else (0.0, 0.0)
-        if not self.holds:
+            return (converted, 0.0) if self._case.holds else (0.0, 0.0)
+        if not self._case.holds:
             return size + converted, size + converted
-        return (size + converted, size) if self._fused else (size, 0.0)
+        return (size + converted, size) if self._software.fused_gradients else (size, 0.0)
 
     def list_backward_steps(self) -> Iterable[tuple[float, float]]:
         """Yield what each step of the backward pass of a layer allocates, and what it then frees.
@@ -606,8 +564,8 @@ class LayerTensors:
         """Yield the steps from the gradient of the layer's output to that of the MLP's input."""
         gated = self._activation.gated
         dropped = self._dropped
-        down = self._compute_weight(self._weights[3], fused=self._fused)
-        up = self._compute_weight(self._weights[2], fused=self._fused)
+        down = self._compute_weight(self._weights[3], fused=self._software.fused_gradients)
+        up = self._compute_weight(self._weights[2], fused=self._software.fused_gradients)
         yield dropped, self._mask
         # The gradient of the last product's input takes the place of that input.
         yield self._gathered, 0.0
@@ -617,7 +575,7 @@ class LayerTensors:
         kept = self._keep_input(self._f)
         yield down[0], kept + down[1] + dropped + self._gathered + left
         if gated:
-            fused = self._fused_gate or self._compiled
+            fused = self._software.fused_gate or self._software.compiled
             # Gradients of both factors. Then the one of the gate passes its activation function,
             # unless a kernel computes both.
             yield 2 * self._f, self._mlp - (0 if fused else self._f)
@@ -637,7 +595,7 @@ class LayerTensors:
     def _list_output_steps(self) -> Iterable[tuple[float, float]]:
         """Yield the steps of the dropout after attention and of the output projection."""
         dropped = self._dropped
-        weight = self._compute_weight(self._weights[1], fused=self._fused)
+        weight = self._compute_weight(self._weights[1], fused=self._software.fused_gradients)
         yield dropped + self._gathered, self._mask
         copies = max(0.0, self._context_copies - self._result)
         yield from self._list_rounded_gradients([self.whole], self._result)
@@ -653,7 +611,7 @@ class LayerTensors:
         again = 0.0
         if self._selective:
             again = self._result
-            if self._context > 1:
+            if self._layout.context > 1:
                 again = self._q + self._result + self._received
             yield self._core + again, 0.0
         if self._kernel == "none":
@@ -663,12 +621,12 @@ class LayerTensors:
             if self._in_single_block:
                 # The product freed its input before, which is what dropout made of them.
                 both -= self.value * square
-            elif self._in_blocks:
+            elif self._software.attends_in_blocks:
                 # A block has probabilities and both gradients. Slices add to those of its inputs.
-                row = 4 * self._heads * self._samples * self._config.seq_length
+                row = 4 * self._heads * self._layout.micro_batch * self._config.seq_length
                 both = min(both, 3 * self._block_rows * row) + 2 * self._q
             yield both, both
-        if self._context > 1:
+        if self._layout.context > 1:
             # Gradients of what was received, before they are sent.
             yield self._received, self._received
         results: float = 2 * self._result
@@ -696,10 +654,10 @@ class LayerTensors:
         yield from self._list_rounded_gradients(gradients, self.whole, self._gathered)
         # The second product is added to the first one.
         yield matrices * self.whole, (matrices - 1) * self.whole
-        if self._sequence_parallel:
+        if self._layout.sequence_parallel:
             yield self._n, self.whole
         again = 0.0
-        if self._tensorwise and self._sequence_parallel:
+        if self._tensorwise and self._layout.sequence_parallel:
             again = self.whole / self.value
         yield again, 0.0
         allocated, freed = weights
@@ -751,13 +709,13 @@ class LayerTensors:
     @cached_property
     def output_gradient(self) -> float:
         """The gradient of the output matrix that the loss keeps. In fp16 it is in fp32."""
-        return (4 if self._fp16 else self.value) * self.output_matrix
+        return (4 if self._software.fp16 else self.value) * self.output_matrix
 
     @cached_property
     def loss_forward(self) -> float:
         """Most that exists in the forward pass of the final norm and the loss."""
         # The stream, the output of the norm, the gradient of it, and that of the logits.
-        columns = self._shape.padded_vocab_size // self._t
+        columns = self._shape.padded_vocab_size // self._layout.tensor
         held = self.x + self._n + self._gathered + self.whole + self.value * self._tokens * columns
         rows = max(1, LOGIT_CHUNK_BYTES // (4 * columns))
         if rows > LOGIT_TILE_ROWS:
@@ -769,9 +727,9 @@ class LayerTensors:
         computed = 1.5 * chunk
         # Products of odd widths have a padded copy of the matrix.
         copied = 0
-        if self._half and columns % 8:
+        if self._software.half and columns % 8:
             copied = self.value * self.output_matrix
-        if not self._half or self._fused_loss:
+        if not self._software.half or self._software.fused_loss:
             # In fp32 and for kernels they are in the place of their gradient.
             computed = last = 0
         return held + max(computed + copied, last + self.output_gradient)
@@ -786,140 +744,9 @@ class LayerTensors:
     @property
     def _converted_output_gradient(self) -> float:
         """The gradient of the output matrix after its conversion. 0 if it is not converted."""
-        if self._fp16:
+        if self._software.fp16:
             return self.value * self.output_matrix
         # Autograd's sum is in fp32.
-        return 4 * self.output_matrix if self._half and not self._holds_outside else 0.0
-
-
-class MixtureTensors(LayerTensors):
-    """The tensors of a layer with experts. `megatron.model.experts` has its operators.
-
-    n tokens are routed by this rank, N = n k rows are sent and m are received.
-    """
-
-    @cached_property
-    def _rows(self) -> tuple[float, float, float]:
-        """Bytes of the hidden states of n, N and m rows."""
-        n, sent, received = count_rows(self._shape, self._layout)
-        h = self.value * self._config.hidden_size
-        return h * n, h * sent, h * received
-
-    @property
-    def _inner(self) -> float:
-        """Bytes of the inner activations of m rows."""
-        return self._rows[2] / self._config.hidden_size * self._shape.expert_width
-
-    @property
-    def _travels(self) -> bool:
-        """Whether rows travel to other ranks."""
-        return (self._layout.expert or 1) > 1
-
-    @property
-    def _router(self) -> float:
-        """What router and dispatch keep.
-
-        In fp32 these are the router's input and weight, and about two tensors of scores. Places of
-        rows are int64.
-        """
-        n, sent, received = count_rows(self._shape, self._layout)
-        number = self._config.num_experts or 0
-        h = self._config.hidden_size * self._half
-        places = 3 * sent + 2 * received * self._travels
-        return 4 * (n * h + number * h + 2 * n * number) + 8 * places
-
-    @property
-    def _matrix(self) -> float:
-        """Bytes of the gradient of one of the matrices of all experts of the rank."""
-        experts = (self._config.num_experts or 0) // (self._layout.expert or 1)
-        return self.value * self._config.hidden_size * self._shape.expert_width * experts
-
-    @property
-    def _shared_inner(self) -> float:
-        """Bytes of the inner activations of the shared expert. 0 without one."""
-        width = self._config.moe_shared_expert_intermediate_size or 0
-        return self.value * self._tokens * width / self._t
-
-    @property
-    def _kept_inner(self) -> int:
-        """Tensors of the inner width that an expert keeps."""
-        return round(self._mlp / self._f)
-
-    @cached_property
-    def _feed_forward(self) -> float:
-        """See `LayerTensors`. The input of the half is kept for the shared expert only."""
-        _, sent, received = self._rows
-        size = self._router + received + sent
-        size += self._kept_inner * self._inner
-        if self._shared_inner:
-            size += self._entered + self._kept_inner * self._shared_inner
-        return size
-
-    @cached_property
-    def _weights(self) -> tuple[float, float, float, float]:
-        """See `LayerTensors`. The last two are those of the experts."""
-        qkv, out, _, _ = super()._weights
-        return qkv, out, self._halves * self._matrix, self._matrix
-
-    @cached_property
-    def pending_gradients(self) -> float:
-        """See `LayerTensors`. Those of experts are accumulated before the others."""
-        if not self.holds:
-            return 0.0
-        return sum(self._weights[:2]) * self.gradient_value / self.value
-
-    def _compute_experts(self) -> tuple[float, float]:
-        """Return what the gradient of one matrix of all experts allocates, and what is freed."""
-        size = self._matrix
-        if self._holds_outside:
-            return size, 0.0
-        converted = 2 * size if self._half else 0.0
-        return size + converted, size + converted
-
-    def _list_feed_forward_steps(self) -> Iterable[tuple[float, float]]:
-        """See `LayerTensors`."""
-        if self._shared_inner:
-            # The shared expert is computed last, so its backward pass comes first.
-            more = self._kept_inner * self._shared_inner
-            yield 3 * self._shared_inner, 3 * self._shared_inner + more
-            yield self.whole, 0.0
-        dropped = self._dropped
-        yield dropped, self._mask
-        routed, sent, rows = self._rows
-        # Each row's gradient, in two orders, and from the ranks of the experts.
-        yield sent, sent
-        yield sent, sent
-        if self._travels:
-            yield rows, sent
-            yield rows, rows
-        allocated, freed = self._compute_experts()
-        inner = self._inner
-        yield inner + allocated, rows + freed + inner
-        left = self._kept_inner - 1
-        if self._halves == 2:
-            yield 2 * inner, inner + left * inner
-            yield rows + allocated, freed + inner
-            yield rows + allocated, freed + inner + rows
-        else:
-            yield inner, inner + left * inner
-            yield rows + allocated, freed + inner
-        # The rows that the experts read are not needed any more.
-        yield rows, 2 * rows
-        if self._travels:
-            yield sent, rows
-        yield sent, sent
-        yield routed, sent
-        # The router's gradient is in fp32, and is converted before it is added.
-        both = routed * 4 / self.value + routed
-        yield both, both + self._router
-        if self._t > 1 and not self._sequence_parallel:
-            yield self.whole, routed
-        if self._shared_inner:
-            yield 0.0, self.whole + self._entered
-        yield 0.0, dropped
-
-
-MLP_TENSORS: Table[type[LayerTensors]] = Table(
-    "MLP", {"dense": LayerTensors, "experts": MixtureTensors}
-)
-"""Kind of MLP -> the tensors of a layer with it."""
+        return (
+            4 * self.output_matrix if self._software.half and not self._case.holds_outside else 0.0
+        )

@@ -16,6 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -206,19 +207,16 @@ class FakeGpu(OperatorMode):
         super().__init__()
         self.memory = MemoryLog()
         self._fake = _ThreadedFakeMode(allow_non_fake_inputs=True)
-        self._collectives: Counter[Collective] = Counter()
-        self._synchronisations: Counter[Synchronisation] = Counter()
+        self._step = StepTrace()
         self._waits = 0
         """How often the host has waited, in all steps."""
-        self._copies: Counter[HostCopy] = Counter()
-        self._operators = 0
-        self._products: Counter[Product] = Counter()
         self._watchers: list[Watcher] = []
         self._lock = threading.RLock()
-        self._groups: dict[str, str] = {}
-        self._streams: dict[int, str] = {}
+        self.groups: Mapping[str, str] = {}
+        """torch's names of groups -> the names in the report."""
+        self.streams: Mapping[int, str] = {}
+        """Numbers of streams -> the names in the report."""
         self._pinned: dict[int, Any] = {}
-        self._registered: Counter[str] = Counter()
         self._runtime = FakeRuntime(self._note_registered)
         # Operators that read from the GPU, copy between both, or need a real GPU.
         self._handlers: dict[Any, Callable[..., Any]] = {
@@ -253,14 +251,6 @@ class FakeGpu(OperatorMode):
         """Start with an empty memory, although Python may still hold tensors of an earlier rank."""
         self.memory = MemoryLog()
 
-    def name_groups(self, names: Mapping[str, str]) -> None:
-        """Set the names in the report of torch's group names."""
-        self._groups = dict(names)
-
-    def name_streams(self, names: Mapping[int, str]) -> None:
-        """Set the names in the report of streams."""
-        self._streams = dict(names)
-
     def count_pinned_bytes(self) -> int:
         """Return the bytes of host memory that `cudaHostRegister` has pinned now."""
         return self._runtime.count_bytes()
@@ -276,26 +266,13 @@ class FakeGpu(OperatorMode):
 
     def start_step(self) -> None:
         """Forget what was recorded. The memory in use stays."""
-        self._collectives.clear()
-        self._synchronisations.clear()
-        self._copies.clear()
-        self._registered.clear()
-        self._products.clear()
-        self._operators = 0
+        self._step = StepTrace()
         self.memory.start_step()
 
     def end_step(self) -> StepTrace:
         """Return what was recorded since `start_step`."""
-        return StepTrace(
-            dict(sorted(self._collectives.items())),
-            dict(sorted(self._synchronisations.items())),
-            dict(sorted(self._copies.items())),
-            self.memory.measure_peak(),
-            self.memory.measure_kept(),
-            self._operators,
-            dict(sorted(self._products.items())),
-            dict(sorted(self._registered.items())),
-        )
+        peak, kept = self.memory.measure_peak(), self.memory.measure_kept()
+        return replace(self._step.sort(), peak=peak, kept=kept)
 
     def __torch_dispatch__(
         self,
@@ -346,7 +323,7 @@ class FakeGpu(OperatorMode):
         # A save copies the weights in a thread of its own, while the next step runs.
         with self._lock, self._fake:
             out = func(*args, **kwargs)
-            self._operators += 1
+            self._step.operators += 1
             self._note(out)
             self._note_product(func, args, out)
         # The answer is an attribute of the result, until the host reads it.
@@ -368,7 +345,7 @@ class FakeGpu(OperatorMode):
         first = _FACTORS.get(func.__name__.partition(".")[0])
         if first is not None:
             factors = args[first : first + 2]
-            self._products[Product(*map(name_dtype, (*factors, out)))] += 1
+            self._step.products[Product(*map(name_dtype, (*factors, out)))] += 1
 
     def _note_resized(self, storage: torch.UntypedStorage) -> None:
         if self.memory.knows(storage):
@@ -377,7 +354,7 @@ class FakeGpu(OperatorMode):
     # -- the host and the GPU ---------------------------------------------------------------------
 
     def _wait(self, cause: str) -> None:
-        self._synchronisations[Synchronisation(cause, find_line())] += 1
+        self._step.synchronisations[Synchronisation(cause, find_line())] += 1
         self._waits += 1
 
     def _read_number(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -459,7 +436,7 @@ class FakeGpu(OperatorMode):
         blocking = not (asynchronous and pinned)
         size = source.nbytes
         direction = "to the GPU" if target.type == "cuda" else "to the host"
-        self._copies[HostCopy(direction, size, blocking, find_line())] += 1
+        self._step.copies[HostCopy(direction, size, blocking, find_line())] += 1
         if blocking:
             self._wait(f"blocking copy {direction}")
 
@@ -476,7 +453,7 @@ class FakeGpu(OperatorMode):
         return allocated_as_pinned or self._runtime.is_pinned(tensor.data_ptr())
 
     def _note_registered(self, size: int) -> None:
-        self._registered[find_line()] += size
+        self._step.registered[find_line()] += size
 
     def _is_pinned(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return self._has_pinned(args[0])
@@ -488,11 +465,11 @@ class FakeGpu(OperatorMode):
 
     def see_collective(self, call: CollectiveCall) -> None:
         """Record a message."""
-        group = self._groups.get(call.group_name, call.group_name)
+        group = self.groups.get(call.group_name, call.group_name)
         ranks = 0
         if call.group is not None:
             ranks = call.group.size()
-        elif call.group_name not in self._groups:
+        elif call.group_name not in self.groups:
             group = "unknown"
         largest = max((each.nbytes for each in call.tensors), default=0)
         # This variant has its output as a list of tensors, one for each rank.
@@ -505,11 +482,11 @@ class FakeGpu(OperatorMode):
         number = get_current_stream().stream_id
         stream = "host"
         if any(map(_is_on_gpu, call.tensors)):
-            stream = self._streams.get(number, f"stream {number}")
+            stream = self.streams.get(number, f"stream {number}")
         dtype = "none"
         if call.tensors:
             dtype = name_dtype(call.tensors[0])
-        self._collectives[Collective(call.kind, group, ranks, dtype, largest, stream)] += 1
+        self._step.collectives[Collective(call.kind, group, ranks, dtype, largest, stream)] += 1
 
 
 def name_dtype(tensor: Tensor) -> str:

@@ -173,7 +173,7 @@ def build_rank(plan: Plan, rank: int) -> FakeRank:
         # The fake group has the host's messages too. A second one would have all ranks again.
         control=dist.new_group(backend="fake") if plan.world_size > 1 else None,
     )
-    gpu.name_groups(name_groups(mesh))
+    gpu.groups = name_groups(mesh)
     model = plan.config.model
     operators = build_operators(plan.config.kernels, has_dropout=model.has_dropout)
     # An engine gets these from its kind, and this one is built without it.
@@ -181,19 +181,24 @@ def build_rank(plan: Plan, rank: int) -> FakeRank:
         operators = add_attention(model.softmax_type, operators)
     # The engine needs the function before the rank exists that the function labels.
     built: list[FakeRank] = []
+
+    def label_gradients() -> None:
+        for master in built[0].engine._masters:
+            gpu.memory.label(master.weight.grad, GRADIENTS)
+
     engine = _choose_engine(plan)(
         plan,
         mesh,
         timers,
-        before_update=lambda: _label_gradients(built[0]),
+        before_update=label_gradients,
         # Drawing billions of numbers would take minutes, and fake tensors could not hold them.
         initialise=lambda *arguments: None,
         operators=operators,
     )
-    gpu.name_groups(name_groups(mesh, engine))
+    gpu.groups = name_groups(mesh, engine)
     built.append(FakeRank(plan, mesh, timers, engine, gpu))
     _label_state(built[0])
-    gpu.name_streams(_name_streams(engine))
+    gpu.streams = _name_streams(engine)
     return built[0]
 
 
@@ -281,12 +286,6 @@ def list_parameter_groups(module: Any) -> list[Any]:
     # torch 2.11 and 2.12 have one group.
     one = getattr(state, "_fsdp_param_group", None)
     return state._fsdp_param_groups if one is None else [one]
-
-
-def _label_gradients(rank: FakeRank) -> None:
-    """Label the gradients, just before the optimizer uses them."""
-    for master in rank.engine._masters:
-        rank.gpu.memory.label(master.weight.grad, GRADIENTS)
 
 
 def _name_streams(engine: NativeEngine) -> dict[int, str]:

@@ -1,7 +1,9 @@
 """What a dry run reports of a rank: plain data, without tensors."""
 
 import traceback
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from megatron.base.code_version import PACKAGE
 
@@ -70,23 +72,23 @@ class Product:
     result: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepTrace:
     """What one step of one rank did."""
 
-    collectives: dict[Collective, int] = field(default_factory=dict)
+    collectives: Counter[Collective] = field(default_factory=Counter)
     """Message -> how often."""
-    synchronisations: dict[Synchronisation, int] = field(default_factory=dict)
-    copies: dict[HostCopy, int] = field(default_factory=dict)
+    synchronisations: Counter[Synchronisation] = field(default_factory=Counter)
+    copies: Counter[HostCopy] = field(default_factory=Counter)
     peak: dict[str, int] = field(default_factory=dict)
     """Kind of memory -> bytes at the moment at which most memory was in use."""
     kept: dict[str, int] = field(default_factory=dict)
     """Kind of memory -> bytes that stay in use between steps."""
     operators: int = 0
     """Number of operators on the GPU."""
-    products: dict[Product, int] = field(default_factory=dict)
+    products: Counter[Product] = field(default_factory=Counter)
     """Product of two matrices -> how often."""
-    registered: dict[str, int] = field(default_factory=dict)
+    registered: Counter[str] = field(default_factory=Counter)
     """Line of this project -> bytes of host memory that it pinned by `cudaHostRegister`.
 
     Memory that was allocated as pinned is not counted.
@@ -97,14 +99,14 @@ class StepTrace:
         """Bytes in use at the peak."""
         return sum(self.peak.values())
 
-    def count_collectives(self, kind: str, group: str) -> dict[tuple[str, int], int]:
-        """Return (dtype, bytes) -> how often, for the messages of a kind in a group."""
-        found: dict[tuple[str, int], int] = {}
-        for each, count in self.collectives.items():
-            if each.kind == kind and each.group == group:
-                key = (each.dtype, each.size)
-                found[key] = found.get(key, 0) + count
-        return found
+    def sort(self) -> "StepTrace":
+        """Return a copy in which everything that was counted is in order."""
+        ordered: dict[str, Any] = {
+            name: Counter(dict(sorted(value.items())))
+            for name, value in vars(self).items()
+            if isinstance(value, Counter)
+        }
+        return replace(self, **ordered)
 
 
 @dataclass(frozen=True)

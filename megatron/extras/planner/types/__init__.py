@@ -2,5 +2,5 @@
 
 `check.py` runs one training step of some ranks of the real layout on fake GPUs (`typed_rank.py`).
 `forward.py` types the forward passes with the package spmd_types. `messages.py` records what is
-sent. `gradients.py` follows the gradients from the backward pass to the update.
+sent, and follows the gradients from the backward pass to the update.
 """

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -72,7 +73,7 @@ class RankTypes:
     """Side and direction, such as `sent forward` -> the messages in order."""
     gradients: dict[str, Mapping[str, str]] = field(default_factory=dict)
     """Parameter -> group of ranks -> type of its gradient."""
-    checked: dict[str, int] = field(default_factory=dict)
+    checked: Counter[str] = field(default_factory=Counter)
     """What was checked -> how often."""
 
 
@@ -200,15 +201,14 @@ def require_spmd_types() -> None:
         ) from error
 
 
-def _compare_kinds(ranks: Sequence[RankTypes]) -> list[str]:
+def _compare_kinds(ranks: Sequence[RankTypes]) -> Iterator[str]:
     """Compare the messages of the ranks of each kind."""
-    found = []
     for one, other in pairwise(ranks):
         if one.kind != other.kind:
             continue
         # Stages of a schedule run their passes in other orders. Within a pass, all are equal.
         if one.pipeline == other.pipeline and list(one.phases) != list(other.phases):
-            found.append(f"ranks {one.rank} and {other.rank} run their passes in another order")
+            yield f"ranks {one.rank} and {other.rank} run their passes in another order"
         for phase in {**one.phases, **other.phases}:
             if phase == STEP and one.pipeline != other.pipeline:
                 # It has the messages between stages in the order of the schedule.
@@ -216,9 +216,8 @@ def _compare_kinds(ranks: Sequence[RankTypes]) -> list[str]:
             text = _compare(one.phases.get(phase, []), other.phases.get(phase, []))
             if text:
                 names = f"ranks {one.rank} ({one.coordinate}) and {other.rank} ({other.coordinate})"
-                found.append(f"{names}, {phase}: {text}")
+                yield f"{names}, {phase}: {text}"
                 break
-    return found
 
 
 def _compare(one: Sequence[Any], other: Sequence[Any]) -> str:
@@ -230,16 +229,22 @@ def _compare(one: Sequence[Any], other: Sequence[Any]) -> str:
     return ""
 
 
+def _compare_all(lists: Sequence[tuple[str, Sequence[Any]]]) -> Iterator[tuple[str, str, str]]:
+    """Yield the names of neighbouring lists that differ, and their first difference."""
+    for (one, left), (other, right) in pairwise(lists):
+        if text := _compare(left, right):
+            yield one, other, text
+
+
 _ACROSS = ("world", "ends", "control")
 """Groups whose ranks are of several kinds."""
 
 
-def _compare_groups(ranks: Sequence[RankTypes]) -> list[str]:
+def _compare_groups(ranks: Sequence[RankTypes]) -> Iterator[str]:
     """Compare the messages in groups that have ranks of several kinds."""
-    found = []
     last = max(rank.pipeline for rank in ranks)
     for group in _ACROSS:
-        lists: list[tuple[int, list[Message]]] = []
+        lists: list[tuple[str, list[Message]]] = []
         for rank in ranks:
             sent = [
                 # Ranks of other kinds may send it at another line.
@@ -250,20 +255,16 @@ def _compare_groups(ranks: Sequence[RankTypes]) -> list[str]:
             ]
             # Ranks between the ends have no such group.
             if group != "ends" or rank.pipeline in (0, last):
-                lists.append((rank.rank, sent))
-        for (one, left), (other, right) in pairwise(lists):
-            text = _compare(left, right)
-            if text:
-                found.append(f"ranks {one} and {other}, messages of the {group} group: {text}")
-    return found
+                lists.append((str(rank.rank), sent))
+        for one, other, text in _compare_all(lists):
+            yield f"ranks {one} and {other}, messages of the {group} group: {text}"
 
 
-def _compare_transfers(ranks: Sequence[RankTypes]) -> list[str]:
+def _compare_transfers(ranks: Sequence[RankTypes]) -> Iterator[str]:
     """Compare what stages send with what their neighbours receive.
 
     All stages send the same microbatches in the same order, so the neighbour need not be run.
     """
-    found = []
     last = max(rank.pipeline for rank in ranks)
     for direction in ("forward", "backward"):
         # The last rank sends to the first one if stages are interleaved.
@@ -272,18 +273,12 @@ def _compare_transfers(ranks: Sequence[RankTypes]) -> list[str]:
             for action in ("sent", "received"):
                 # Between the last and the first rank, a chunk ends and the next one begins.
                 forward = (action == "sent") == (direction == "forward")
-                end = last
-                if not forward:
-                    end = 0
-                around = rank.pipeline == end
+                around = rank.pipeline == (last if forward else 0)
                 transfers = rank.transfers.get(f"{action} {direction}", [])
                 sides[around].append((f"rank {rank.rank} has {action}", transfers))
         for lists in sides.values():
-            for (one, left), (other, right) in pairwise(lists):
-                text = _compare(left, right)
-                if text:
-                    found.append(f"messages between stages, {direction}, {one} and {other}: {text}")
-    return found
+            for one, other, text in _compare_all(lists):
+                yield f"messages between stages, {direction}, {one} and {other}: {text}"
 
 
 TRUSTED = (
@@ -307,12 +302,11 @@ _MEANING = {"I": "equal (I)", "R": "a part (P), added up once", "V": "of this ra
 def build_types_report(plan: Plan, check: TypeCheck) -> dict[str, Any]:
     """Return the report as values of JSON."""
     gradients: dict[str, Any] = {}
-    checked: dict[str, int] = {}
+    checked: Counter[str] = Counter()
     for rank in check.ranks:
         for name, types in rank.gradients.items():
             gradients[name] = {axis: _MEANING[letter] for axis, letter in types.items()}
-        for what, count in rank.checked.items():
-            checked[what] = checked.get(what, 0) + count
+        checked.update(rank.checked)
     checked["messages of ranks of one kind, and across groups"] = sum(
         len(messages) for rank in check.ranks for messages in rank.phases.values()
     )
@@ -337,7 +331,7 @@ def build_types_report(plan: Plan, check: TypeCheck) -> dict[str, Any]:
             for rank in check.ranks
         ],
         "gradients": gradients,
-        "checked": checked,
+        "checked": dict(checked),
         "trusted": list(TRUSTED),
         "declared": sorted(function.__name__.removeprefix("_") for function in DECLARED),
         "notes": notes,
@@ -361,12 +355,11 @@ def format_types_report(report: dict[str, Any]) -> Iterator[str]:
         f"  {each['rank']}: {each['coordinate']} ({each['kind']})" for each in report["ranks"]
     )
     yield "gradients of parameters before they are reduced, over each group of ranks"
-    rows: dict[tuple[str, str], int] = {}
+    rows: Counter[tuple[str, str]] = Counter()
     for name, types in report["gradients"].items():
         text = ", ".join(f"{axis}: {meaning}" for axis, meaning in types.items()) or "one rank"
         # Layers have equal rows.
-        row = re.sub(r"\.\d+\.", ".*.", name), text
-        rows[row] = rows.get(row, 0) + 1
+        rows[re.sub(r"\.\d+\.", ".*.", name), text] += 1
     width = max((len(name) for name, _ in rows), default=0)
     for (name, text), count in rows.items():
         layers = ""

@@ -1,7 +1,7 @@
 """Types of a stage's forward pass, which `spmd_types` derives operator by operator.
 
 The core declares its autograd Functions (`parallel/spmd.py`). Parameters, inputs and messages
-between stages get their types here. FSDP2's hooks are not typed, see `gradients.py`.
+between stages get their types here. FSDP2's hooks are not typed, see `messages.py`.
 """
 
 import inspect

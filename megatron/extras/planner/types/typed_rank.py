@@ -42,8 +42,7 @@ from megatron.extras.planner.types.forward import (
     list_axes,
     list_offsets,
 )
-from megatron.extras.planner.types.gradients import GradientFlow, Label
-from megatron.extras.planner.types.messages import Recorder, Sent
+from megatron.extras.planner.types.messages import GradientFlow, Label, Recorder, Sent
 from megatron.model.gpt import WORD_EMBEDDING
 from megatron.parallel import mesh
 from megatron.parallel.mesh import DataSharding, Mesh
@@ -83,7 +82,7 @@ class UpdateChecks:
         self._found.problems.append(text)
 
     def _count(self, what: str) -> None:
-        self._found.checked[what] = self._found.checked.get(what, 0) + 1
+        self._found.checked[what] += 1
 
     # -- FSDP2 ------------------------------------------------------------------------------------
 
@@ -263,11 +262,6 @@ class UpdateChecks:
                 counted.add(name)
         return counted
 
-    def _check_norm(self, tensors: list[Tensor]) -> None:
-        # The labels say which parameters the tensors belong to.
-        names = [label.name for tensor in tensors for label in self._flow.find(tensor)]
-        self._compare_counted(names, self._mesh)
-
     def _compare_counted(self, names: list[str], mesh: Mesh) -> None:
         self._count("parameters in the norm")
         expected = Counter(self._list_expected(mesh))
@@ -341,7 +335,9 @@ class UpdateChecks:
             return apply(engine, loss, *args)
 
         def compute_norm(tensors: list[Tensor], *args: Any) -> Tensor:
-            self._check_norm(tensors)
+            # The labels say which parameters the tensors belong to.
+            names = [label.name for tensor in tensors for label in self._flow.find(tensor)]
+            self._compare_counted(names, self._mesh)
             out = norm(tensors, *args)
             self._flow.mark(out, NORM)
             return out

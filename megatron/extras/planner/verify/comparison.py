@@ -30,6 +30,7 @@ from megatron.extras.planner.verify.reference import ReferenceRun, ReferenceStep
 from megatron.extras.planner.verify.reference_layers import list_microbatches
 from megatron.extras.planner.verify.reference_optimizer import get_decays
 from megatron.model.inputs import Inputs
+from megatron.parallel.grid import Grid, GridCoordinate
 from megatron.plan.run_plan import Plan
 
 BOUND = 1e-5
@@ -472,10 +473,8 @@ class TracedRank:
     trace: ActivationTrace
     samples: Mapping[int, slice]
     """Number of a microbatch -> its samples in the global batch."""
-    tensor_rank: int
-    tensor_size: int
-    context_rank: int = 0
-    context_size: int = 1
+    coordinate: GridCoordinate
+    grid: Grid
 
     def select(self, whole: Tensor, part: Tensor, microbatch: int) -> Tensor | None:
         """Return this rank's part of [s, B, h], or None if the shapes do not fit.
@@ -487,13 +486,14 @@ class TracedRank:
             microbatch: The number of the microbatch.
         """
         selected = whole[:, self.samples[microbatch]]
-        if self.context_size > 1:
+        if self.grid.context > 1:
             # A rank has an early and a late part of the sequence.
-            parts = selected.chunk(2 * self.context_size)
-            selected = torch.cat((parts[self.context_rank], parts[-1 - self.context_rank]))
+            parts = selected.chunk(2 * self.grid.context)
+            number = self.coordinate.context
+            selected = torch.cat((parts[number], parts[-1 - number]))
         # With sequence parallelism, the rank has its slice of the sequence.
-        if selected.shape[0] == part.shape[0] * self.tensor_size:
-            selected = selected.chunk(self.tensor_size)[self.tensor_rank]
+        if selected.shape[0] == part.shape[0] * self.grid.tensor:
+            selected = selected.chunk(self.grid.tensor)[self.coordinate.tensor]
         return selected if selected.shape == part.shape else None
 
 

@@ -34,6 +34,22 @@ from megatron.model.gpt import GPT
 from megatron.model.shape import ModelShape
 
 _BLOCKS = "blocks."
+_IN_LAYER = {
+    "self_attention.core_attention.softmax_offset": "attention.sink",
+    "self_attention.in_proj.weight": "attention.in.weight",
+    "self_attention.conv1d.weight": "attention.convolution",
+    "self_attention.A_log": "attention.A_log",
+    "self_attention.dt_bias": "attention.dt_bias",
+    "self_attention.out_norm.weight": "attention.norm.weight",
+    "self_attention.out_proj.weight": "attention.out.weight",
+}
+"""Name of Megatron-LM in a layer -> ours, of what is not imported from there."""
+_JOINED = {
+    r"\bmlp\.(gate|up)\.": "mlp.in.",
+    r"\battention\.(query|key|value|gate|beta|alpha)\.": "attention.in.",
+    r"\battention\.(query|key|value)_convolution": "attention.convolution",
+}
+"""Our names of what is one tensor in Megatron-LM, and its name."""
 _SMALL = 1e-6
 """A difference is divided by our norm, and at least by this share of the norm of all gradients."""
 
@@ -50,6 +66,8 @@ class OtherStep:
     """Their name of a parameter -> Euclidean norm of its gradient, before clipping."""
     inputs: list[float]
     """Root mean square of the input of each layer. It may be empty."""
+    norm: float | None
+    """Their norm of all gradients, by which they are clipped."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +109,7 @@ def read_step(path: Path) -> OtherStep:
             float(found["loss"]),
             {strip_wrappers(name): float(norm) for name, norm in found["gradients"].items()},
             [float(each) for each in found.get("inputs", [])],
+            found.get("norm") and float(found["norm"]),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise DataError(
@@ -147,6 +166,8 @@ def compare_step(step: OtherStep, checkpoint: Checkpoint, bound: float) -> StepC
         for name, norm in reversed(ours.items())
         if name in step.gradients
     ]
+    if step.norm is not None:
+        numbers.append(_compare("norm of all gradients", step.norm, total))
     missing = tuple(name for name in ours if name not in step.gradients)
     return StepComparison(tuple(numbers), bound, missing)
 
@@ -207,6 +228,9 @@ def _rename_megatron(recorded: Collection[str]) -> dict[str, str]:
     names = {}
     for name in recorded:
         found = rename(name)
+        match = re.fullmatch(r".*\blayers\.(\d+)\.(.+)", name)
+        if match is not None and match[2] in _IN_LAYER:
+            found = int(match[1]), _IN_LAYER[match[2]]
         if found is None:
             return {}
         layer, inside = found
@@ -223,8 +247,9 @@ def _list_own_norms(model: GPT, renamed: Mapping[str, str]) -> dict[str, float]:
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, "each parameter has a gradient"
         norm = float(parameter.grad.double().norm())
-        # The matrix into the MLP is one, also with a gate.
-        own = re.sub(r"\bmlp\.(gate|up)\.", "mlp.in.", name)
+        own = name
+        for pattern, joined in _JOINED.items():
+            own = re.sub(pattern, joined, own)
         theirs = renamed.get(own, own)
         norms[theirs] = math.hypot(norms.get(theirs, 0.0), norm)
     return norms

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -134,13 +135,12 @@ def record_operands(operands: list[RoundedOperand]) -> Iterator[None]:
             keep(its._products, f"kept input of {its._products.names[0]}", x, rounded)
         return rounded
 
-    cls._count, cls.get_weight = record, record_weight  # type: ignore[method-assign, assignment]
-    gradients._round_input = record_input  # type: ignore[method-assign, assignment]
-    try:
+    with (
+        patch.object(cls, "_count", record),
+        patch.object(cls, "get_weight", record_weight),
+        patch.object(gradients, "_round_input", record_input),
+    ):
         yield
-    finally:
-        cls._count, cls.get_weight = count, get_weight  # type: ignore[method-assign]
-        gradients._round_input = round_input  # type: ignore[method-assign]
 
 
 Train = Callable[[list[str]], None]
@@ -238,11 +238,8 @@ def _record_engines(records: list[RankRecord]) -> Iterator[None]:
         records.append(RankRecord(engine._mesh.coordinate))
         _wrap_engine(engine, records[-1])
 
-    EngineBase.__init__ = build_recorded  # type: ignore[method-assign, assignment]
-    try:
+    with patch.object(EngineBase, "__init__", build_recorded):
         yield
-    finally:
-        EngineBase.__init__ = build  # type: ignore[method-assign]
 
 
 def _wrap_engine(engine: Any, record: RankRecord) -> None:

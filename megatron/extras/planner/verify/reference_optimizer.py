@@ -18,7 +18,11 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.table import Table
 from megatron.engine.ademamix import compute_alpha, compute_beta3
 from megatron.engine.muon import compute_scale, orthogonalise
-from megatron.extras.planner.verify.reference_parameters import find_row, get_ratios
+from megatron.extras.planner.verify.reference_parameters import (
+    decays,
+    get_ratios,
+    is_matrix_of_layer,
+)
 from megatron.model.shape import ModelShape
 
 Parameters = dict[str, nn.Parameter]
@@ -69,7 +73,7 @@ class Formula(ABC):
 
     def _get_decay(self, name: str) -> float:
         excluded = name.startswith("embedding.") and not self._config.weight_decay_on_embeddings
-        decay = self._config.weight_decay * (find_row(name).decays and not excluded)
+        decay = self._config.weight_decay * (decays(name) and not excluded)
         # The product of rate and decay does not depend on the width.
         return decay / self._get_rate_factor(name)
 
@@ -79,7 +83,7 @@ class Formula(ABC):
         return rates[0] * self._get_rate_factor(name)
 
     def _get_rate_factor(self, name: str) -> float:
-        if find_row(name).is_matrix_of_layer:
+        if is_matrix_of_layer(name):
             return 1 / get_ratios(self._shape.config)[0]
         return 1.0
 
@@ -210,7 +214,7 @@ class ReferenceOptimizer:
         own = parameters
         self._formulas: list[Formula] = []
         if formula.layer_matrices_only:
-            own = {n: p for n, p in parameters.items() if find_row(n).is_matrix_of_layer}
+            own = {n: p for n, p in parameters.items() if is_matrix_of_layer(n)}
             others = {name: p for name, p in parameters.items() if name not in own}
             self._formulas.append(AdamWFormula(others, config, shape))
         self._formulas.append(formula(own, config, shape))

@@ -6,7 +6,6 @@ found. A parameter without a row is refused.
 
 import math
 import zlib
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -17,83 +16,71 @@ from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
 from megatron.model.shape import ModelShape
 
-
-@dataclass(frozen=True)
-class ReferenceParameter:
-    """A kind of parameter."""
-
-    start: float | Literal["norm", "table", "vector", "matrix", "output", "kernel", "rate", "step"]
-    """Its initial value, or what it is if the value follows from flags or is drawn. An output
-    writes to the residual stream. Only tables, matrices and outputs are subject to weight decay."""
-
-    @property
-    def decays(self) -> bool:
-        """Whether weight decay applies."""
-        return self.start in ("table", "matrix", "output")
-
-    @property
-    def is_matrix_of_layer(self) -> bool:
-        """Whether Muon updates it, and whether a parametrization scales it by the width."""
-        return self.start in ("matrix", "output")
-
-
-_ONE = ReferenceParameter(1.0)
-_ZERO = ReferenceParameter(0.0)
-_TABLE = ReferenceParameter("table")
-_MATRIX = ReferenceParameter("matrix")
-_OUTPUT = ReferenceParameter("output")
-PARAMETERS = {
-    "embedding.word.weight": _TABLE,
-    "embedding.position": _TABLE,
-    "head.weight": _TABLE,
+Start = float | Literal["norm", "table", "vector", "matrix", "output", "kernel", "rate", "step"]
+"""The initial value of a parameter, or what it is if the value follows from flags or is drawn. An
+output writes to the residual stream."""
+PARAMETERS: dict[str, Start] = {
+    "embedding.word.weight": "table",
+    "embedding.position": "table",
+    "head.weight": "table",
     # The output norm of a gated delta net is never centred at zero.
-    "attention.norm.weight": _ONE,
-    "norm.weight": ReferenceParameter("norm"),
-    "norm.bias": _ZERO,
-    "attention.qkv.weight": _MATRIX,
-    "attention.qkv.bias": _ZERO,
-    "attention.out.weight": _OUTPUT,
-    "attention.out.bias": _ZERO,
-    "attention.sink": ReferenceParameter("vector"),
-    **{f"attention.{part}.weight": _MATRIX for part in ("query", "key", "value", "beta", "alpha")},
-    **{f"attention.{part}.weight": _MATRIX for part in ("query_down", "latent_down", "latent_up")},
-    "_convolution": ReferenceParameter("kernel"),
-    "attention.A_log": ReferenceParameter("rate"),
-    "attention.dt_bias": ReferenceParameter("step"),
-    "up.weight": _MATRIX,
-    "up.bias": _ZERO,
-    "gate.weight": _MATRIX,
-    "gate.bias": _ZERO,
-    "down.weight": _OUTPUT,
-    "down.bias": _ZERO,
-    "activation.alpha_p": ReferenceParameter(math.log(math.exp(0.8) - 1)),
-    "activation.alpha_n": ReferenceParameter(math.log(math.exp(0.3) - 1)),
-    "router.weight": _MATRIX,
-    "router.bias": _ZERO,
-    "experts.up": _MATRIX,
-    "experts.up_bias": _ZERO,
-    "experts.gate": _MATRIX,
-    "experts.gate_bias": _ZERO,
-    "experts.down": _OUTPUT,
-    "experts.down_bias": _ZERO,
-    "mlp.shared_gate": _MATRIX,
+    "attention.norm.weight": 1.0,
+    "norm.weight": "norm",
+    "norm.bias": 0.0,
+    "attention.qkv.weight": "matrix",
+    "attention.qkv.bias": 0.0,
+    "attention.out.weight": "output",
+    "attention.out.bias": 0.0,
+    "attention.sink": "vector",
+    **{f"attention.{part}.weight": "matrix" for part in ("query", "key", "value", "beta", "alpha")},
+    **{f"attention.{part}.weight": "matrix" for part in ("query_down", "latent_down", "latent_up")},
+    "_convolution": "kernel",
+    "attention.A_log": "rate",
+    "attention.dt_bias": "step",
+    "up.weight": "matrix",
+    "up.bias": 0.0,
+    "gate.weight": "matrix",
+    "gate.bias": 0.0,
+    "down.weight": "output",
+    "down.bias": 0.0,
+    "activation.alpha_p": math.log(math.exp(0.8) - 1),
+    "activation.alpha_n": math.log(math.exp(0.3) - 1),
+    "router.weight": "matrix",
+    "router.bias": 0.0,
+    "experts.up": "matrix",
+    "experts.up_bias": 0.0,
+    "experts.gate": "matrix",
+    "experts.gate_bias": 0.0,
+    "experts.down": "output",
+    "experts.down_bias": 0.0,
+    "mlp.shared_gate": "matrix",
 }
-"""End of the name -> what it is."""
+"""End of the name -> how it starts."""
 
 
-def find_row(name: str) -> ReferenceParameter:
-    """Return what a parameter is.
+def find_start(name: str) -> Start:
+    """Return how a parameter starts.
 
     Raises:
         ConfigError: the reference does not know it.
     """
-    for end, row in PARAMETERS.items():
+    for end, start in PARAMETERS.items():
         if name.endswith(end):
-            return row
+            return start
     raise ConfigError(
         f"{name} cannot be verified: the reference has no row for this parameter. Add it to "
         "PARAMETERS in megatron/extras/planner/verify/reference_parameters.py."
     )
+
+
+def decays(name: str) -> bool:
+    """Return whether weight decay applies to a parameter."""
+    return find_start(name) in ("table", "matrix", "output")
+
+
+def is_matrix_of_layer(name: str) -> bool:
+    """Return whether Muon updates a parameter, and a parametrization scales it by the width."""
+    return find_start(name) in ("matrix", "output")
 
 
 def compute_initial_weight(
@@ -108,10 +95,10 @@ def compute_initial_weight(
         seed: Seed of the run.
     """
     config = shape.config
-    row = find_row(name)
-    if isinstance(row.start, float):
-        return torch.full(size, row.start)
-    if row.start == "norm":
+    start = find_start(name)
+    if isinstance(start, float):
+        return torch.full(size, start)
+    if start == "norm":
         return torch.full(size, 0.0 if config.apply_layernorm_1p else 1.0)
     # The formulas are those of the flags' help.
     std: Any = config.init_method_std
@@ -121,9 +108,9 @@ def compute_initial_weight(
         std = (1 / (3 * config.hidden_size)) ** 0.5
     # The rows of tokens and positions do not depend on the width.
     width = 1.0
-    if row.is_matrix_of_layer:
+    if is_matrix_of_layer(name):
         width = get_ratios(config)[0] ** 0.5
-    if row.start == "output":
+    if start == "output":
         std = _compute_output_std(config, std)
     # Blocks of rows are drawn, of at most this many elements. Matrices of experts have several.
     rows = max(1, 2**18 // math.prod(size[1:]))
@@ -135,8 +122,8 @@ def compute_initial_weight(
         generator = np.random.Generator(np.random.SFC64(seeds))
         blocks.append(generator.standard_normal(part, dtype=np.float32))
     values = torch.from_numpy(np.concatenate(blocks))
-    if row.start in ("kernel", "rate", "step"):
-        return _transform(values, row.start, config)
+    if start in ("kernel", "rate", "step"):
+        return _transform(values, start, config)
     return values * (std / width)
 
 

@@ -167,16 +167,15 @@ class Conversations:
         while at < len(sample):
             stored = self._by_number.get(tuple(sample[at + 1 : at + 3].tolist()))
             starts.append(at)
-            if stored is None or not _begins_with(sample[at:], stored):
+            rest = sample[at:]
+            # A conversation is stored with marks.
+            if stored is None or not np.array_equal(
+                rest[: len(stored)], np.maximum(stored, ~stored)
+            ):
                 # Only padding may be left. A sample of padding alone is none of conversations.
-                if sample[at:].any() or len(starts) == 1:
+                if rest.any() or len(starts) == 1:
                     return None
                 return starts, counted
             counted[at : at + len(stored)] = stored >= 0
             at += len(stored)
         return starts, counted
-
-
-def _begins_with(ids: NDArray[np.int64], stored: NDArray[np.int64]) -> bool:
-    """Return whether ids begin with those of a conversation, which has marks."""
-    return np.array_equal(ids[: len(stored)], np.maximum(stored, ~stored))

@@ -424,10 +424,8 @@ def _find_first_difference(
             f"rank {rank} ({record.coordinate})",
             recorded.trace,
             {number: samples for number, data, samples in places if data == record.coordinate.data},
-            record.coordinate.tensor,
-            copy.config.parallel.tensor_model_parallel_size,
-            record.coordinate.context,
-            copy.grid.context,
+            record.coordinate,
+            copy.grid,
         )
         for rank, record in enumerate(ranks)
         for recorded in record.steps

@@ -718,11 +718,8 @@ def _describe_optimizer(config: OptimizerConfig) -> tuple[str, str]:
             "bitsandbytes AdamW",
             "8-bit moments for matrices, 32-bit moments for embeddings and vectors",
         )
-    if config.cpu_optimizer:
-        where = "in host memory"
-    else:
-        where = "in DeepSpeed's partitions"
-    return "torch AdamW, fused", where
+    where = "host memory" if config.cpu_optimizer else "DeepSpeed's partitions"
+    return "torch AdamW, fused", f"in {where}"
 
 
 def import_deepspeed(device_type: str) -> Any:

@@ -15,7 +15,7 @@ the same. A resume at the same layout is therefore bit-identical.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,28 +109,6 @@ def split_run(
         start = end
 
 
-class FlatMoments(Protocol):
-    """Access to the moments of an optimizer over flat tensors."""
-
-    live: bool
-    """Whether `open` returns the tensors that the optimizer itself updates."""
-
-    def open(self, index: int, kind: Kind) -> Tensor:
-        """Return a moment of flat tensor `index` in fp32, with one dimension.
-
-        It is the same tensor on each call until `take_over` or `drop`.
-        """
-        ...
-
-    def take_over(self, step: int) -> None:
-        """Give the optimizer what was written into open tensors, and its step count."""
-        ...
-
-    def drop(self) -> None:
-        """Free the tensors that are open."""
-        ...
-
-
 def build_adamw(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     """Return the AdamW that the configuration selects.
 
@@ -162,6 +140,7 @@ class TorchMoments:
     """The moments of torch's AdamW, which are fp32 tensors already."""
 
     live = True
+    """Whether `open` returns the tensors that the optimizer itself updates."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, flats: Sequence[Tensor]) -> None:
         """Create the moments of `flats` in the optimizer's state.
@@ -175,21 +154,27 @@ class TorchMoments:
             self._states.append(optimizer.state[flat])
 
     def open(self, index: int, kind: Kind) -> Tensor:
-        """Return the optimizer's own tensor. See `FlatMoments.open`."""
+        """Return a moment of flat tensor `index` in fp32, with one dimension.
+
+        It is the same tensor on each call until `take_over` or `drop`.
+        """
         tensor: Tensor = self._states[index][kind]
         return tensor
 
     def take_over(self, step: int) -> None:
-        """Set the step count, which Adam's bias correction depends on."""
+        """Give the optimizer what was written into open tensors, and its step count.
+
+        Adam's bias correction depends on the count.
+        """
         for state in self._states:
             state["step"].fill_(float(step))
 
     def drop(self) -> None:
-        """Do nothing, because the tensors belong to the optimizer."""
+        """Free the tensors that are open. These belong to the optimizer."""
 
 
 class EightBitMoments:
-    """The moments of bitsandbytes' AdamW, decoded on request."""
+    """The moments of bitsandbytes' AdamW, decoded on request. Its methods are those of torch's."""
 
     live = False
 
@@ -213,16 +198,13 @@ class EightBitMoments:
             now, group["params"] = group["params"], [flat]
             # bitsandbytes reads this value only when it creates the state. So it can differ between
             # groups.
-            if index in exact:
-                optimizer.args.optim_bits = 32
-            else:
-                optimizer.args.optim_bits = 8
+            optimizer.args.optim_bits = 32 if index in exact else 8
             optimizer.init_state(group, flat, index, 0)
             group["params"] = now
             self._states.append(optimizer.state[flat])
 
     def open(self, index: int, kind: Kind) -> Tensor:
-        """Return a moment in fp32, decoded if it has 8 bits. See `FlatMoments.open`."""
+        """Return a moment in fp32, decoded if it has 8 bits. See `TorchMoments.open`."""
         if (index, kind) not in self._opened:
             self._opened[index, kind] = self._read(self._states[index], _STATE[kind])
         return self._opened[index, kind]
@@ -257,6 +239,9 @@ class EightBitMoments:
         absmax = state[f"absmax{name}"]
         code = state[f"qmap{name}"]
         return dequantize_blockwise(codes, absmax=absmax, code=code, blocksize=_BLOCK).cpu()
+
+
+FlatMoments = TorchMoments | EightBitMoments
 
 
 def encode(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:

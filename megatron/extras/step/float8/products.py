@@ -219,25 +219,18 @@ class Float8Products:
                 self.counter.count(operand, name, x, after)
 
 
+@dataclass(eq=False)
 class _Gradients:
     """The products of one backward pass. See `GradientProducts`."""
 
-    def __init__(
-        self,
-        products: Float8Products,
-        rows: Sequence[Tensor],
-        rounded: Sequence[Rounded],
-        weights: Sequence[Tensor],
-        kept: Sequence[Tensor],
-    ) -> None:
-        self._products = products
-        self._rows = rows
-        self._rounded = rounded
-        self._weights = weights
-        self._kept = kept
-        """The largest value of the input, or nothing if it is not rounded here. If the rounded
-        input is kept, its inverse scale."""
-        self._input: Rounded | None = None
+    _products: Float8Products
+    _rows: Sequence[Tensor]
+    _rounded: Sequence[Rounded]
+    _weights: Sequence[Tensor]
+    _kept: Sequence[Tensor]
+    """The largest value of the input, or nothing if it is not rounded here. If the rounded input is
+    kept, its inverse scale."""
+    _input: Rounded | None = None
 
     def multiply_weights(self) -> Tensor:
         """Return the input's gradient. See `GradientProducts.multiply_weights`."""

@@ -204,15 +204,8 @@ def choose_gpu_kernel(
             logsumexp = logsumexp[None]
         return restore(out), logsumexp, tuple(state[:2])
 
-    def backward(
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        logsumexp: Tensor,
-        *state: Tensor,
-    ) -> Any:
+    def backward(*saved: Tensor) -> Any:
+        grad, query, key, value, out, logsumexp, *state = saved
         grads = _ops._flash_attention_backward(
             *map(arrange, (grad, query, key, value, out)),
             logsumexp if bounds is None else logsumexp[0],

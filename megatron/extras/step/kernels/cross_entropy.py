@@ -45,7 +45,7 @@ def _write_gradient(
     """Replace logits by their gradient."""
     from megatron.extras.step.kernels.cross_entropy_kernel import launch_gradient
 
-    launch_gradient(logits, real, local, holds_target, top, factor, mask)
+    launch_gradient(logits, real, local, holds_target, top, factor, mask=mask)
 
 
 # It allocates nothing.

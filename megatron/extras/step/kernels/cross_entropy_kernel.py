@@ -113,15 +113,7 @@ def launch_reduction(
     )
 
 
-def launch_gradient(
-    logits: Tensor,
-    real: int,
-    local: Tensor,
-    holds_target: Tensor,
-    top: Tensor,
-    factor: Tensor,
-    mask: Tensor | None,
-) -> None:
+def launch_gradient(logits: Tensor, real: int, *vectors: Tensor, mask: Tensor | None) -> None:
     """Replace logits by their gradient. The arguments are those of `LossKernels.write_gradient`.
 
     All vectors are contiguous. The last dimension of `logits` has stride 1.
@@ -134,10 +126,7 @@ def launch_gradient(
         logits.stride(0),
         real,
         columns,
-        local,
-        holds_target,
-        top,
-        factor,
+        *vectors,
         mask,
         mask is not None,
         _BLOCK,

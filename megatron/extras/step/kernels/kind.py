@@ -9,49 +9,38 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron.base.errors import ConfigError
-from megatron.engine.kind import BuildEngine, EngineKind
 from megatron.model.layer_parts import SOFTMAXES
 
 if TYPE_CHECKING:
     from megatron.config.kernels import KernelsConfig
-    from megatron.engine.base import Engine
     from megatron.model.fused_operators import FusedOperators
     from megatron.plan.run_plan import Plan
 
 
-def add_kernels(kind: EngineKind) -> EngineKind:
-    """Return a kind of engine whose model uses the kernels that its plan asks for.
+def list_options(plan: Plan, device_type: str) -> dict[str, FusedOperators]:
+    """Return the argument `operators` of an engine, or nothing if its model needs no kernels.
+
+    They are only imported if there are some.
 
     Args:
-        kind: The kind of an engine that takes `FusedOperators`, as `EngineBase` does.
+        plan: The plan of the run.
+        device_type: "cuda" or "cpu".
+
+    Raises:
+        ConfigError: See `choose_operators`.
     """
-
-    def load(device_type: str) -> BuildEngine:
-        """Import the engine. See `EngineKind.load`."""
-        build: Any = kind.load(device_type)
-
-        def build_with_kernels(plan: Plan, *arguments: Any, **options: Any) -> Engine:
-            """Build the engine with its kernels, which are only imported if there are some.
-
-            Raises:
-                ConfigError: See `choose_operators`.
-            """
-            model = plan.config.model
-            drops = device_type == "cuda" and model.has_dropout
-            if plan.config.kernels.fusion_flags or drops:
-                options["operators"] = choose_operators(
-                    plan.config.kernels, device_type, has_dropout=model.has_dropout
-                )
-            if SOFTMAXES.require(model.softmax_type).weigh is not None:
-                options["operators"] = add_attention(model.softmax_type, options.get("operators"))
-            if device_type == "cuda" and find_delta_rule(plan):
-                options["operators"] = add_delta_rule(plan, options.get("operators"))
-            engine: Engine = build(plan, *arguments, **options)
-            return engine
-
-        return build_with_kernels
-
-    return replace(kind, load=load, find_kernel_obstacle=find_kernel_obstacle)
+    model = plan.config.model
+    operators: FusedOperators | None = None
+    drops = device_type == "cuda" and model.has_dropout
+    if plan.config.kernels.fusion_flags or drops:
+        operators = choose_operators(
+            plan.config.kernels, device_type, has_dropout=model.has_dropout
+        )
+    if SOFTMAXES.require(model.softmax_type).weigh is not None:
+        operators = add_attention(model.softmax_type, operators)
+    if device_type == "cuda" and find_delta_rule(plan):
+        operators = add_delta_rule(plan, operators)
+    return {} if operators is None else {"operators": operators}
 
 
 def choose_operators(

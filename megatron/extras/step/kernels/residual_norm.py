@@ -71,16 +71,8 @@ def _differentiate(
     grad, grad_vectors = _make_gradients(grad_total, grad_out, total, weight, statistics, has_bias)
     programs = count_programs(statistics.shape[1], len(weight))
     parts = weight.new_empty((programs, *grad_vectors.shape), dtype=torch.float32)
-    launch_backward(
-        grad_total.contiguous(),
-        grad_out.contiguous(),
-        total.contiguous(),
-        weight,
-        statistics,
-        grad,
-        parts,
-        grad_vectors,
-    )
+    of_total, of_out, kept = (each.contiguous() for each in (grad_total, grad_out, total))
+    launch_backward(of_total, of_out, kept, weight, statistics, grad, parts, grad_vectors)
     return grad, grad_vectors
 
 

@@ -382,14 +382,8 @@ def launch(whole: Tensor, parts: Sequence[Tensor], cos: Tensor, sin: Tensor, *, 
     # With one part, no head belongs to a key or a value.
     key, value = parts[1:] or (query, query)
     s, b, g, slots, _ = whole.shape
-    sizes, blocks = measure(whole, cos)
-    strides = list_strides(
-        whole=whole,
-        query=query,
-        key=key[:, :, :, 0],
-        value=value[:, :, :, 0],
-        table=spread(cos, b),
-    )
+    sizes, blocks = _measure(whole, cos)
+    strides = _list_strides(whole, query, cos, key=key, value=value)
     _move[(s * b, triton.cdiv(g * slots, blocks["block_heads"]))](
         whole,
         query,
@@ -432,7 +426,7 @@ def launch_forward(
         eps: Added to the mean of the squares.
     """
     s, b, g, slots, _ = whole.shape
-    sizes, blocks = measure(whole, cos)
+    sizes, blocks = _measure(whole, cos)
     # The forward kernel has no program for values, which stay where they are.
     heads = g * (slots - 1)
     _normalise[(s * b, triton.cdiv(heads, blocks["block_heads"]))](
@@ -445,7 +439,7 @@ def launch_forward(
         statistics,
         **(sizes | {"slots": slots - 1}),
         eps=eps,
-        **list_strides(whole=whole, query=query, key=key[:, :, :, 0], table=spread(cos, b)),
+        **_list_strides(whole, query, cos, key=key),
         **blocks,
     )
 
@@ -476,14 +470,8 @@ def launch_backward(
     """
     s, b, *_ = whole.shape
     query, key, value = grads
-    sizes, blocks = measure(whole, cos)
-    strides = list_strides(
-        whole=whole,
-        query=query,
-        key=key[:, :, :, 0],
-        value=value[:, :, :, 0],
-        table=spread(cos, b),
-    )
+    sizes, blocks = _measure(whole, cos)
+    strides = _list_strides(whole, query, cos, key=key, value=value)
     _differentiate[(len(parts),)](
         whole,
         query,
@@ -504,7 +492,7 @@ def launch_backward(
     add_parts(parts, grad_weights)
 
 
-def measure(whole: Tensor, cos: Tensor) -> tuple[dict[str, int], dict[str, int]]:
+def _measure(whole: Tensor, cos: Tensor) -> tuple[dict[str, int], dict[str, int]]:
     """Return the sizes of a projection, and those of a program's blocks."""
     _, b, g, slots, width = whole.shape
     half = cos.shape[-1]
@@ -525,13 +513,15 @@ def measure(whole: Tensor, cos: Tensor) -> tuple[dict[str, int], dict[str, int]]
     return sizes, blocks
 
 
-def spread(table: Tensor, batch: int) -> Tensor:
-    """Return a table of positions [s, b]. With one sample in it, all samples read the same rows."""
-    return table.expand(-1, batch, -1, -1, -1)[:, :, 0, 0]
+def _list_strides(whole: Tensor, query: Tensor, cos: Tensor, **single: Tensor) -> dict[str, int]:
+    """Return the strides of tensors without their last dimension, such as whole_s.
 
-
-def list_strides(**tensors: Tensor) -> dict[str, int]:
-    """Return the strides of tensors without their last dimension, such as whole_s."""
+    A group has one head of each of the `single` ones. `cos` stands for both tables of positions.
+    With one sample in it, all samples read the same rows.
+    """
+    tensors = {name: tensor[:, :, :, 0] for name, tensor in single.items()}
+    tensors |= {"whole": whole, "query": query}
+    tensors["table"] = cos.expand(-1, whole.shape[1], -1, -1, -1)[:, :, 0, 0]
     return {
         f"{name}_{axis}": stride
         for name, tensor in tensors.items()

@@ -1,6 +1,5 @@
 """The spike guard: it finds bad steps, drops them, or rolls the run back.
 
 `spike_estimator` has the limits, `spike_guard` the decisions, and `spike_response` the part of a
-run that the loop calls, and the data that are skipped after a rollback. `interventions` has the
-records and the rollbacks.
+run that the loop calls, with the records, the rollbacks, and the data that are skipped after them.
 """

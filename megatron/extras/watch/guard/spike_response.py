@@ -2,33 +2,409 @@
 
 The data that its rollbacks skip are stored apart from the ranges of --skip-train-iteration-range.
 That flag replaces the checkpoint's ranges, and must not bring back the data of a spike.
+
+The records are in `SAVE/interventions.jsonl`. That of a rollback is on the disk before anything
+else changes. So a run that is killed after that makes the same rollback at its next start.
+
+A record is one JSON object a line. Its keys are
+
+- time: in UTC. action: "spike-guard". decision: a value of `Response`.
+- iteration, loss, grad_norm, learning_rate, dropped, reason.
+- loss_limit, loss_lower_limit, grad_norm_limit: of normal values, or null if there is none.
+- With the decision "rollback" also: to and digest (of the checkpoint that the run goes back to),
+  from_digest (of its newest checkpoint), first, last_normal, skip ([first, last] iteration that is
+  skipped), windows (of all rollbacks so far, `skip` included), and request (of the rollback).
+
+Numbers that JSON lacks are strings, as in the metrics file. tools/rollback.py writes records of its
+own into the same file, with the action "rollback".
 """
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from megatron.base.errors import TrainingError
+from megatron.base.durable import append_lines
+from megatron.base.errors import CheckpointError, OperationsError, TrainingError
+from megatron.checkpoint.folder import find_stored_folder, read_pointer
 from megatron.checkpoint.lease import Lease
+from megatron.checkpoint.lineage import Lineage, LineageEntry, is_entry_on_disk
 from megatron.checkpoint.load import Checkpoint
+from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.save import Saver
+from megatron.config.tree import Config
 from megatron.engine.base import AcceptOnDevice, StepResult
-from megatron.extras.watch.guard.interventions import (
-    GuardRecords,
-    build_record,
-    decide_rollback,
-    execute_rollback,
-    find_guard_windows,
-    finish_interrupted_rollback,
+from megatron.extras.object_store.objects import find_address
+from megatron.extras.operations.chronicle.records import read_objects
+from megatron.extras.operations.rollback.execution import (
+    INTERVENTIONS,
+    find_unfinished,
+    roll_back,
+    roll_back_address,
+    roll_back_within_run,
 )
+from megatron.extras.operations.rollback.rollback_plan import NOTHING, RollbackRequest, read_target
 from megatron.extras.watch.guard.spike_guard import Response, Spike, SpikeGuard
+from megatron.observe.metrics import encode_non_finite
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.ranks import Ranks
 from megatron.plan.run_plan import Plan
 from megatron.run.parts import Guard, GuardKind
 from megatron.run.state import TrainState
 from megatron.schedule.skip import merge_ranges
+
+ACTION = "spike-guard"
+"""The action of the guard's records."""
+
+
+def read_guard_records(root: Path) -> list[dict[str, Any]]:
+    """Return the guard's records in a run's folder, in order. Lines that are cut off are left out.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    records = read_objects(root / INTERVENTIONS)
+    return [record for record in records if record.get("action") == ACTION]
+
+
+class GuardRecords:
+    """Appends the guard's records, each once. Rank 0 uses it.
+
+    After a kill, a run repeats iterations and makes the same decisions again.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """Use the file in a run's folder."""
+        self._root = root
+        self._known: set[str] | None = None
+        """The records since the last rollback, without their times. None before the first use."""
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Append a record, unless the file has it already, and wait until it is on the disk.
+
+        Raises:
+            OSError: The file cannot be read or written.
+        """
+        record = {"action": ACTION, **record}
+        if self._known is None:
+            self._known = self._read_known()
+        key = _make_key(record)
+        if key in self._known:
+            return
+        time = datetime.now(UTC).isoformat(timespec="milliseconds")
+        append_lines(self._root / INTERVENTIONS, [json.dumps({"time": time, **record})])
+        self._known.add(key)
+
+    def _read_known(self) -> set[str]:
+        known: set[str] = set()
+        for record in read_objects(self._root / INTERVENTIONS):
+            # Iterations after a rollback do not repeat those before it, so all of them are new.
+            if record.get("action") == "rollback":
+                known = set()
+            known.add(_make_key(record))
+        return known
+
+
+def _make_key(record: dict[str, Any]) -> str:
+    return json.dumps({**record, "time": ""}, sort_keys=True)
+
+
+def build_record(spike: Spike, learning_rate: float) -> dict[str, Any]:
+    """Return the record of a spike, without the keys that `GuardRecords` adds."""
+    record: dict[str, Any] = {
+        "decision": spike.response.value,
+        "iteration": spike.iteration,
+        "loss": spike.loss,
+        "grad_norm": spike.grad_norm,
+        "loss_limit": spike.loss_limit,
+        "loss_lower_limit": spike.loss_lower_limit,
+        "grad_norm_limit": spike.grad_norm_limit,
+        "learning_rate": learning_rate,
+        "dropped": spike.dropped,
+        "reason": spike.reason,
+    }
+    encoded: dict[str, Any] = encode_non_finite(record)
+    return encoded
+
+
+# The decision to roll back
+
+
+def choose_target(
+    root: Path, lineage: Lineage, spike: Spike, skip_before: int
+) -> LineageEntry | None:
+    """Return the checkpoint to go back to, or None if there is none before the spike.
+
+    It is the newest valid one before the data that will be skipped. If all are newer, it is the
+    newest one before the spike.
+
+    Args:
+        root: The run's folder.
+        lineage: The checkpoints that the run came through.
+        spike: The spike.
+        skip_before: Iterations before the spike that are skipped.
+
+    Raises:
+        OSError: A checkpoint cannot be read.
+    """
+    for newest in (spike.last_normal - skip_before, spike.last_normal):
+        for entry in reversed(lineage):
+            if entry.iteration <= newest and _is_usable(root, entry):
+                return entry
+    return None
+
+
+def _is_usable(root: Path, entry: LineageEntry) -> bool:
+    if not is_entry_on_disk(root, entry):
+        return False
+    try:
+        read_target(root, entry.iteration)
+    except (CheckpointError, OperationsError):
+        return False
+    return True
+
+
+def decide_rollback(
+    plan: Plan,
+    lineage: Lineage,
+    spike: Spike,
+    windows: list[tuple[int, int]],
+    record: dict[str, Any],
+    records: GuardRecords,
+) -> dict[str, Any] | None:
+    """Choose the checkpoint and the data to skip, and write the record of the rollback.
+
+    Rank 0 calls it. When this returns a record, the rollback takes place even after a kill.
+
+    Args:
+        plan: The run's plan.
+        lineage: The checkpoints that the run came through, without one that is being saved.
+        spike: The spike.
+        windows: The ranges that earlier rollbacks skip.
+        record: The record of the spike.
+        records: Writes the record of the rollback.
+
+    Returns:
+        The record, or None if there is no checkpoint to go back to. In this case nothing is
+        written.
+
+    Raises:
+        OSError: A checkpoint cannot be read, or the record cannot be written.
+    """
+    config = plan.config
+    root = Path(str(config.checkpoint.save_folder))
+    before, after = config.guard.find_skipped(plan.train_iters)
+    target = choose_target(root, lineage, spike, before)
+    if target is None:
+        return None
+    window = (
+        max(target.iteration + 1, spike.last_normal + 1 - before),
+        max(spike.iteration, spike.first + after),
+    )
+    request = RollbackRequest(
+        to=target.iteration,
+        skip=(f"{window[0]}-{window[1]}",),
+        reason=f"spike guard at iteration {spike.iteration}: {spike.reason}",
+        tensorboard_dir=_find_given(config.logging.tensorboard_dir),
+        metrics_file=_find_given(config.logging.metrics_file or str(root / "metrics.jsonl")),
+    ).make_absolute()
+    record = {
+        **record,
+        "to": target.iteration,
+        "digest": target.digest,
+        "from_digest": lineage[-1].digest,
+        "first": spike.first,
+        "last_normal": spike.last_normal,
+        "skip": list(window),
+        "windows": [list(each) for each in [*windows, window]],
+        "request": request.convert_to_record(),
+    }
+    records.append(record)
+    return record
+
+
+def _find_given(path: str | None) -> str:
+    """Return the path of the run's records if it exists, and otherwise the word for no records."""
+    if path is None or not Path(path).exists():
+        return NOTHING
+    return path
+
+
+# The rollback
+
+
+def execute_rollback(
+    root: Path, record: dict[str, Any], lease: Lease, log: Callable[[str], None]
+) -> None:
+    """Roll this run's folder back according to a record. Rank 0 calls it and holds the lease.
+
+    Raises:
+        OperationsError, CheckpointError: The folder cannot be rolled back.
+    """
+    try:
+        roll_back_within_run(root, _read_request(record), lease, log)
+    except OSError as error:
+        raise CheckpointError(
+            f"the rollback of {root} to global_step{record['to']} was interrupted: {error}; start "
+            "again with the same command, which continues it"
+        ) from error
+
+
+def finish_interrupted_rollback(config: Config, ranks: Ranks, log: Callable[[str], None]) -> bool:
+    """Complete the rollback that an earlier launch decided on and did not complete.
+
+    All ranks call it together, before they look for the checkpoint to start from.
+
+    Returns:
+        Whether there was one.
+
+    Raises:
+        OperationsError, CheckpointError: The folder cannot be rolled back.
+    """
+    if not config.checkpoint.resumes_itself or config.batch.eval_only:
+        return False
+    root = Path(str(config.checkpoint.save_folder))
+
+    def finish() -> bool:
+        try:
+            record = None
+            # Most runs have no such file.
+            if (root / INTERVENTIONS).is_file():
+                record = find_pending_rollback(root)
+            if record is not None:
+                log(
+                    f"the spike guard of an earlier launch decided at iteration "
+                    f"{record['iteration']} to go back to global_step{record['to']}; that rollback "
+                    "is completed now"
+                )
+                address = find_address(str(config.checkpoint.save))
+                if address is None:
+                    roll_back(root, _read_request(record), log)
+                else:
+                    _roll_back_address(address, root, _read_request(record), log)
+            return record is not None
+        except OSError as error:
+            raise CheckpointError(f"{root} cannot be rolled back: {error}") from error
+        # A person may have edited the file.
+        except (KeyError, TypeError) as damage:
+            raise OperationsError(
+                f"{root / INTERVENTIONS}: the spike guard's last rollback lacks a value: {damage}; "
+                "correct its line, or remove it to start from the newest checkpoint"
+            ) from damage
+
+    return bool(ranks.call_on_rank_0(finish, f"completing the rollback of {root}", log))
+
+
+def _roll_back_address(
+    address: str, root: Path, request: RollbackRequest, log: Callable[[str], None]
+) -> None:
+    """Roll back a run on an object store. The records that were in --local-dir are there, too.
+
+    Raises:
+        OperationsError, CheckpointError: It cannot be rolled back.
+    """
+
+    def make_request(mirror: Path) -> RollbackRequest:
+        def move(path: str | None) -> str | None:
+            given = Path(path or NOTHING)
+            # The launch that decided may have been on another host.
+            if given.is_relative_to(root.absolute()):
+                return _find_given(str(mirror / given.relative_to(root.absolute())))
+            return path
+
+        return replace(
+            request,
+            tensorboard_dir=move(request.tensorboard_dir),
+            metrics_file=move(request.metrics_file),
+        )
+
+    roll_back_address(address, make_request, log, dry_run=False)
+
+
+def find_pending_rollback(root: Path) -> dict[str, Any] | None:
+    """Return the record of a rollback that was decided on and not completed, or None.
+
+    A decision no longer counts if an operator has rolled back or moved the pointers since then.
+
+    Raises:
+        OSError: A file cannot be read.
+        OperationsError: The plan of an unfinished rollback is damaged or missing.
+    """
+    last = None
+    for record in read_objects(root / INTERVENTIONS):
+        if record.get("action") == ACTION and record.get("decision") == Response.ROLLBACK.value:
+            last = record
+        elif record.get("action") == "rollback":
+            last = _keep_if_unfinished(root, last, record)
+    if last is None:
+        return None
+    plan = find_unfinished(root)
+    if plan is not None:
+        # It may be a rollback by an operator, who has to complete it.
+        return last if plan.request == last["request"] else None
+    try:
+        pointer = read_pointer(root)
+        if pointer is None:
+            return None
+        present = read_manifest(find_stored_folder(root, pointer.iteration))
+    except CheckpointError:
+        # The start reports what is wrong with the pointers.
+        return None
+    return last if present.digest == last["from_digest"] else None
+
+
+def _keep_if_unfinished(
+    root: Path, decision: dict[str, Any] | None, note: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Return a decision after the note of a rollback, or None if the decision is completed.
+
+    The note is written before the pointers move, so the rollback may still be unfinished.
+    """
+    if decision is None or note.get("reason") != decision["request"]["reason"]:
+        return None
+    plan = find_unfinished(root)
+    if plan is None or plan.request != decision["request"]:
+        return None
+    return decision
+
+
+def _read_request(record: dict[str, Any]) -> RollbackRequest:
+    # A record of an earlier version also names the folder of the emissions, which are not cut.
+    given = {name: value for name, value in record["request"].items() if name != "codecarbon_dir"}
+    request = RollbackRequest(**given)
+    return replace(request, skip=tuple(request.skip))
+
+
+def find_guard_windows(root: Path, checkpoint: Checkpoint) -> list[list[int]] | None:
+    """Return the ranges that the guard's rollbacks skip after a checkpoint.
+
+    It is None if no rollback went back to this checkpoint. Its own state then has the ranges.
+
+    Raises:
+        CheckpointError: The file of interventions cannot be read, or its ranges are damaged.
+    """
+    try:
+        records = read_guard_records(root)
+    except OSError as error:
+        raise CheckpointError(f"{root / INTERVENTIONS} cannot be read: {error}") from error
+    for record in reversed(records):
+        if record.get("digest") == checkpoint.manifest.digest and "windows" in record:
+            try:
+                return [[int(first), int(last)] for first, last in record["windows"]]
+            # A person may have edited the file.
+            except (TypeError, ValueError) as damage:
+                raise CheckpointError(
+                    f"{root / INTERVENTIONS}: the windows of the spike guard's rollback to "
+                    f"iteration {record.get('to')} are {record['windows']!r}, and must be a list "
+                    "of [first, last] iterations; correct that line"
+                ) from damage
+    return None
+
+
+# The part of a run
 
 
 def add_guard_windows(

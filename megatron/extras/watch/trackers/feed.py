@@ -34,6 +34,14 @@ from megatron.extras.operations.chronicle.records import parse_object, read_even
 from megatron.extras.watch.trackers.trackers import TRACKERS, TrackedRun, Tracker
 from megatron.observe.chronicle import CHRONICLE
 
+_NESTED = {
+    "task": ("tasks", "scores"),
+    # The names of the slow ranks are text, which is left out.
+    "ranks": ("ranks", "times"),
+    "filters": ("filters", "counts"),
+}
+"""Kind of a record -> the folder of its numbers in a tracker, and the key that has them."""
+
 
 def flatten_record(record: dict[str, Any]) -> dict[str, float]:
     """Return the numbers of a line of the metrics file, by the names that the tracker shows."""
@@ -45,20 +53,11 @@ def flatten_record(record: dict[str, Any]) -> dict[str, float]:
         prefix = f"validation/{record.get('name')}/"
         measures = ("lm_loss", "accuracy", "bits_per_byte")
         numbers = {key: record[key] for key in measures if key in record}
-    elif kind == "task":
-        prefix = f"tasks/{record.get('name')}/"
-        numbers = record.get("scores")
-    elif kind == "ranks":
-        # The names of the slow ranks are text, which is left out below.
-        prefix = f"ranks/{record.get('name')}/"
-        numbers = record.get("times")
     else:
-        prefix = f"filters/{record.get('name')}/"
-        numbers = record.get("counts")
-    values = {}
-    for key, value in _iterate_numbers(numbers):
-        values[f"{prefix}{key}"] = value
-    return values
+        folder, name = _NESTED[kind]
+        prefix = f"{folder}/{record.get('name')}/"
+        numbers = record.get(name)
+    return {f"{prefix}{key}": value for key, value in _iterate_numbers(numbers)}
 
 
 def _iterate_numbers(values: Any) -> Iterator[tuple[str, float]]:
@@ -116,7 +115,7 @@ def read_backlog(path: Path, end: int, after: int, until: int) -> list[dict[str,
 def parse_record(line: bytes) -> dict[str, Any] | None:
     """Return the record of a line, or None if it is torn or of another kind."""
     record = parse_object(line)
-    known = ("start", "train", "validation", "task", "filters", "ranks")
+    known = ("start", "train", "validation", *_NESTED)
     if record.get("kind") not in known or type(record.get("iteration")) is not int:
         return None
     return record
@@ -233,36 +232,25 @@ class _Row:
     values: dict[str, float]
 
 
+@dataclass
 class Feed:
     """Follows a metrics file, and passes its iterations to a tracker until the launch ends."""
 
-    def __init__(
-        self,
-        request: FeedRequest,
-        tracker: Tracker,
-        log: Callable[[str], None],
-        stop: threading.Event,
-    ) -> None:
-        """Prepare the feed.
-
-        Args:
-            request: What to do.
-            tracker: The tracker.
-            log: Reports a problem, or its end, to the training process.
-            stop: Is set when the training process has closed the metrics file or has ended.
-        """
-        self._request = request
-        self._tracker = tracker
-        self._log = log
-        self._stop = stop
-        self._state = FeedState()
-        self._offset = request.offset
-        self._pending: _Row | None = None
-        """The last iteration that was read. An evaluation of it may follow."""
-        self._passed = 0
-        """Last iteration that was passed to the tracker."""
-        self._is_open = False
-        self._failures = 0
+    _request: FeedRequest
+    _tracker: Tracker
+    _log: Callable[[str], None]
+    """Reports a problem, or its end, to the training process."""
+    _stop: threading.Event
+    """Is set when the training process has closed the metrics file or has ended."""
+    _state: FeedState = field(default_factory=FeedState)
+    _offset: int = 0
+    """Bytes of the metrics file that were read."""
+    _pending: _Row | None = None
+    """The last iteration that was read. An evaluation of it may follow."""
+    _passed: int = 0
+    """Last iteration that was passed to the tracker."""
+    _is_open: bool = False
+    _failures: int = 0
 
     def run(self) -> None:
         """Feed the tracker until the end of the launch.
@@ -276,6 +264,7 @@ class Feed:
             self._state = FeedState.read(request.state_path)
             after = self._state.continue_after(request.iteration, Path(request.folder).name)
             self._passed = after
+            self._offset = request.offset
             # The id is on the disk before the tracker knows it.
             self._state.write(request.state_path)
             backlog = read_backlog(Path(request.metrics), request.offset, after, request.iteration)

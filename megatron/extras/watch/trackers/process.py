@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megatron.config.tree import Config
@@ -26,35 +26,22 @@ _LOWER_PRIORITY = 5
 """Nice value of the feed. Training goes first, but a feed must not starve on a busy host."""
 
 
+@dataclass
 class TrackerProcess:
-    """The feed of one tracker. Use it from one rank only."""
+    """The feed of one tracker. Use it from one rank only. Nothing is started before `start`."""
 
-    def __init__(
-        self,
-        tracker: str,
-        project: str,
-        *,
-        folder: Path,
-        metrics: Path,
-        log: Callable[[str], None],
-    ) -> None:
-        """Store what to do. Nothing is started before `start`.
-
-        Args:
-            tracker: Name of the tracker.
-            project: Its project.
-            folder: The --save folder.
-            metrics: The metrics file.
-            log: Prints a line of the log.
-        """
-        self._tracker = tracker
-        self._project = project
-        self._folder = folder.absolute()
-        self._metrics = metrics.absolute()
-        self._log = log
-        self._process: subprocess.Popen[str] | None = None
-        self._reader: threading.Thread | None = None
-        self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
+    tracker: str
+    """Name of the tracker."""
+    project: str
+    folder: Path
+    """The --save folder."""
+    metrics: Path
+    """The metrics file."""
+    log: Callable[[str], None]
+    """Prints a line of the log."""
+    _process: "subprocess.Popen[str] | None" = None
+    _reader: threading.Thread | None = None
+    _messages: "queue.SimpleQueue[str]" = field(default_factory=queue.SimpleQueue)
 
     def start(self, iteration: int) -> None:
         """Start the feed of a launch that continues after `iteration`.
@@ -64,12 +51,12 @@ class TrackerProcess:
         command = [sys.executable, "-m", "megatron.extras.watch.trackers.feed"]
         try:
             request = FeedRequest(
-                self._tracker,
-                self._project,
-                str(self._folder),
-                str(self._metrics),
+                self.tracker,
+                self.project,
+                str(self.folder.absolute()),
+                str(self.metrics.absolute()),
                 iteration,
-                self._metrics.stat().st_size if self._metrics.exists() else 0,
+                self.metrics.stat().st_size if self.metrics.exists() else 0,
                 os.getpid(),
             )
             self._process = subprocess.Popen(
@@ -145,7 +132,7 @@ class TrackerProcess:
     def _report(self, text: str) -> None:
         # A warning becomes an alert of the chronicle, which the end of a problem is not.
         prefix = "" if text == WORKS_AGAIN else "warning: "
-        self._log(f"{prefix}tracker {self._tracker}: {text}")
+        self.log(f"{prefix}tracker {self.tracker}: {text}")
 
 
 class Trackers(Sink):
@@ -163,7 +150,7 @@ class Trackers(Sink):
         folder = Path(str(config.checkpoint.save_folder))
         # A dictionary removes a name that was given twice.
         self._trackers = [
-            TrackerProcess(name, logging.tracker_project, folder=folder, metrics=metrics, log=log)
+            TrackerProcess(name, logging.tracker_project, folder, metrics, log)
             for name in dict.fromkeys(logging.tracker)
         ]
 

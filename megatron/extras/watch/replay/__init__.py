@@ -1,1 +1,0 @@
-"""Compute a microbatch twice during training, and find the rank that computes other numbers."""
