@@ -30,7 +30,7 @@ from megatron.base.plain_text import print_line
 from megatron.console.figure import make_figure, save_figure
 from megatron.console.parse import parse_arguments
 from megatron.console.run_on_ranks import run_on_ranks
-from megatron.extras.inference.generate.load import ModelArguments, load
+from megatron.extras.inference.generate.load import SIZES, ModelArguments, check_at_least, load
 from megatron.extras.inference.generate.staged_model import StagedModel
 from megatron.extras.inference.scoring.likelihood import Scorer, TextLoss
 from megatron.extras.inference.scoring.tasks import find_tasks, harden_manager, select_metrics
@@ -114,16 +114,7 @@ def check_arguments(arguments: EvaluateArguments) -> Iterator[Finding]:
     """Check that there is something to evaluate, and that each value is in its range."""
     if not arguments.tasks and not arguments.text_files:
         yield error("there is nothing to evaluate: give --text-files or --tasks")
-    for flag, value in (
-        ("--batch-size", arguments.batch_size),
-        ("--tensor-model-parallel-size", arguments.tensor_model_parallel_size),
-        ("--pipeline-model-parallel-size", arguments.pipeline_model_parallel_size),
-        ("--limit", 1 if arguments.limit is None else arguments.limit),
-    ):
-        if value < 1:
-            yield error(f"{flag} {value} must be at least 1.")
-    if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
-        yield error(f"--num-fewshot {arguments.num_fewshot} must be at least 0.")
+    yield from check_at_least(arguments, {**SIZES, "limit": 1, "num_fewshot": 0})
 
 
 def check_outputs(arguments: EvaluateArguments) -> Iterator[Finding]:

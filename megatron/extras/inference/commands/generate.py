@@ -31,7 +31,13 @@ from megatron.extras.inference.generate.generation import (
     check_prompt,
     generate,
 )
-from megatron.extras.inference.generate.load import ModelArguments, load, store_for_single_prompts
+from megatron.extras.inference.generate.load import (
+    SIZES,
+    ModelArguments,
+    check_at_least,
+    load,
+    store_for_single_prompts,
+)
 from megatron.extras.inference.generate.sampling import SamplingOptions, check_sampling
 from megatron.extras.samples.chat.template import (
     load_chat_template,
@@ -229,14 +235,7 @@ def check_arguments(arguments: GenerateArguments) -> Iterator[Finding]:
             "and --interactive"
         )
     yield from check_sampling(choose_sampling(arguments))
-    for flag, value, least in (
-        ("--max-new-tokens", arguments.max_new_tokens, 0),
-        ("--batch-size", arguments.batch_size, 1),
-        ("--tensor-model-parallel-size", arguments.tensor_model_parallel_size, 1),
-        ("--pipeline-model-parallel-size", arguments.pipeline_model_parallel_size, 1),
-    ):
-        if value < least:
-            yield error(f"{flag} {value} must be at least {least}.")
+    yield from check_at_least(arguments, {"max_new_tokens": 0, **SIZES})
     if arguments.chat_template is not None and not arguments.chat:
         yield error(f"--chat-template {arguments.chat_template} needs --chat. Give it too.")
     if "" in arguments.stop:

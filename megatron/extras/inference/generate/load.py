@@ -8,7 +8,7 @@ It needs no engine, and in one process no process group.
 import contextlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -46,7 +46,7 @@ from megatron.parallel.parameter_spec import ParameterSpec
 from megatron.parallel.ranks import Ranks, build_roll_call
 from megatron.parallel.rendezvous import build_control_group, choose_device, start_process_group
 from megatron.parallel.shard import TensorShard
-from megatron.plan.rules.finding import TokenizerContext, list_errors, refuse_errors
+from megatron.plan.rules.finding import Finding, TokenizerContext, error, list_errors, refuse_errors
 from megatron.plan.rules.layout import check_tensor_parallel
 from megatron.plan.rules.resume import check_tokenizer
 from megatron.run.state import TrainState
@@ -279,6 +279,18 @@ class ModelArguments:
             self.device,
             self.distributed_timeout_minutes,
         )
+
+
+SIZES = {"batch_size": 1, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+"""Arguments of all commands -> their least value. See `check_at_least`."""
+
+
+def check_at_least(arguments: ModelArguments, least: Mapping[str, int]) -> Iterator[Finding]:
+    """Check that no argument is below its least value. None is no value."""
+    for name, bound in least.items():
+        value = getattr(arguments, name)
+        if value is not None and value < bound:
+            yield error(f"--{name.replace('_', '-')} {value} must be at least {bound}.")
 
 
 def load(

@@ -44,10 +44,7 @@ class ExpertFields:
     shared: bool = False
     """Whether there is a shared expert with a gate, as in Qwen3-Next."""
 
-    @property
-    def model_fields(self) -> tuple[str, ...]:
-        """See `Pair`."""
-        return (*NO_EXPERTS, "ffn_hidden_size")
+    model_fields = (*NO_EXPERTS, "ffn_hidden_size")
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """See `Pair`."""

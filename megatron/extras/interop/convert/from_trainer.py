@@ -34,32 +34,13 @@ from megatron.extras.interop.convert.trainer_files import (
     separate_rotary_halves,
 )
 from megatron.extras.interop.convert.writing import TensorToWrite
+from megatron.extras.interop.translators.compat import load_table
 from megatron.extras.interop.translators.translator import load_config
 from megatron.model.shape import ModelShape
 from megatron.parallel.shard import Kind
 from megatron.run.state import TrainState
 
-_NANOGPT_FLAGS = {
-    "n_layer": "--num-layers",
-    "n_head": "--num-attention-heads",
-    "n_embd": "--hidden-size",
-    "block_size": "--seq-length",
-    "batch_size": "--micro-batch-size",
-    "max_iters": "--train-iters",
-    "learning_rate": "--lr",
-    "weight_decay": "--weight-decay",
-    "beta1": "--adam-beta1",
-    "beta2": "--adam-beta2",
-    "grad_clip": "--clip-grad",
-    "eval_interval": "--eval-interval",
-    "log_interval": "--log-interval",
-}
-"""Setting of nanoGPT -> our flag with the same value."""
-_DTYPES = {"bfloat16": ["--bf16"], "float16": ["--fp16"], "float32": []}
-_NANOGPT_FIXED = (
-    # Its GELU is the erf form.
-    "--no-bias-gelu-fusion --init-method-std 0.02 --layernorm-epsilon 1e-5 --adam-eps 1e-8"
-)
+_NANOGPT = load_table("nanogpt")
 
 
 class ImportedTrainer:
@@ -170,9 +151,9 @@ def write_nanogpt_words(path: Path, settings: Mapping[str, Any]) -> list[str]:
     Raises:
         CheckpointError: a setting is missing, or has an unknown value.
     """
-    words = _NANOGPT_FIXED.split()
+    words = _NANOGPT["fixed"].split()
     try:
-        for name, flag in _NANOGPT_FLAGS.items():
+        for name, flag in _NANOGPT["flags"].items():
             words += [flag, str(settings[name])]
         accumulated = settings["gradient_accumulation_steps"]
         batch = settings["batch_size"] * accumulated
@@ -191,7 +172,7 @@ def write_nanogpt_words(path: Path, settings: Mapping[str, Any]) -> list[str]:
             words += ["--lr-warmup-iters", str(settings["warmup_iters"])]
         else:
             words += ["--lr-decay-style", "constant"]
-        words += _DTYPES[settings["dtype"]]
+        words += _NANOGPT["dtypes"][settings["dtype"]]
     # A tensor in the place of a number raises RuntimeError.
     except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(

@@ -77,10 +77,7 @@ def order_rows(name: str, model: ModelConfig) -> tuple[int, ...] | None:
 class Latents:
     """The widths of latent attention."""
 
-    @property
-    def model_fields(self) -> tuple[str, ...]:
-        """See `Pair`."""
-        return ("multi_latent_attention", *_WIDTHS, "latent_norm_epsilon", "kv_channels")
+    model_fields = ("multi_latent_attention", *_WIDTHS, "latent_norm_epsilon", "kv_channels")
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """See `Pair`."""
@@ -144,10 +141,7 @@ class DeepseekExperts:
 
     version: Literal["V2", "V3"]
 
-    @property
-    def model_fields(self) -> tuple[str, ...]:
-        """See `Pair`."""
-        return (*NO_EXPERTS, "ffn_hidden_size")
+    model_fields = (*NO_EXPERTS, "ffn_hidden_size")
 
     def _list_fixed(self, *, grouped: bool) -> dict[str, Any]:
         """Return our fields that the class fixes."""

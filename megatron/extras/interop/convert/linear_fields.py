@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from megatron.base.errors import ConfigError
@@ -121,14 +122,6 @@ def _get_heads_per_key_head(shape: ModelShape) -> int:
     return shape.config.linear_num_value_heads // shape.config.linear_num_key_heads
 
 
-def _get_key_heads(shape: ModelShape) -> int:
-    return shape.config.linear_num_key_heads
-
-
-def _get_key_dim(shape: ModelShape) -> int:
-    return shape.config.linear_key_head_dim
-
-
 def _get_key_width(shape: ModelShape) -> int:
     return shape.config.linear_num_key_heads * shape.config.linear_key_head_dim
 
@@ -137,13 +130,10 @@ def _get_value_width(shape: ModelShape) -> int:
     return shape.config.linear_num_value_heads * shape.config.linear_value_head_dim
 
 
-def _get_head_dim(shape: ModelShape) -> int:
-    return shape.head_dim
-
-
-def _get_hidden_size(shape: ModelShape) -> int:
-    return shape.config.hidden_size
-
+_get_key_heads = attrgetter("config.linear_num_key_heads")
+_get_key_dim = attrgetter("config.linear_key_head_dim")
+_get_head_dim = attrgetter("head_dim")
+_get_hidden_size = attrgetter("config.hidden_size")
 
 QWEN_PACKED = (
     # A head has its query before its gate.

@@ -36,10 +36,10 @@ class TensorPair:
     hf_shapes: tuple[tuple[int, ...], ...]
     layer: int | None
     """Number of the layer, or None for the embedding and the head."""
-    transposed: bool
-    rows: tuple[int, int, int] | None
+    transposed: bool = False
+    rows: tuple[int, int, int] | None = None
     """Groups, query heads of a group, and width of a head. None: no queries, keys and values."""
-    fused: bool
+    fused: bool = False
     """Whether Hugging Face has one tensor with all queries before all keys and values."""
     order: tuple[int, ...] | None = None
     """The row of ours for each row of Hugging Face's tensor. None: the same order."""
@@ -129,7 +129,7 @@ def _pair_tensor(
         hf_names = tuple(architecture.experts.name_matrix(prefix, each, leaf) for each in experts)
         one = (size[0] // len(hf_names), *size[1:])
         hf_sizes = (one,) * len(hf_names)
-        return TensorPair(name, size, hf_names, hf_sizes, layer, False, None, fused=False)
+        return TensorPair(name, size, hf_names, hf_sizes, layer)
     if module == _QKV:
         return _pair_qkv(architecture, shape, name, size, layer, prefix)
     order = None
@@ -151,9 +151,7 @@ def _pair_tensor(
     hf_size = size[::-1] if transposed else size
     if leaf.endswith("_convolution"):
         hf_size = (size[0], 1, size[1])
-    return TensorPair(
-        name, size, (hf_name,), (hf_size,), layer, transposed, None, fused=False, order=order
-    )
+    return TensorPair(name, size, (hf_name,), (hf_size,), layer, transposed, order=order)
 
 
 def _pair_qkv(
@@ -168,7 +166,7 @@ def _pair_qkv(
     hf_names = tuple(f"{prefix}{module}.{leaf}" for module in architecture.qkv)
     if architecture.fused == "by head":
         # With one head in each group, our rows have the same order.
-        return TensorPair(name, size, hf_names, (size,), layer, False, None, fused=False)
+        return TensorPair(name, size, hf_names, (size,), layer)
     groups = shape.query_groups
     heads = shape.config.num_attention_heads // groups
     width = shape.head_dim
@@ -179,16 +177,9 @@ def _pair_qkv(
     hf_sizes = tuple((count, *size[1:]) for count in counts)
     if transposed:
         hf_sizes = tuple(each[::-1] for each in hf_sizes)
-    return TensorPair(
-        name,
-        size,
-        hf_names,
-        hf_sizes,
-        layer,
-        transposed,
-        (groups, heads, width),
-        fused=architecture.fused == "thirds",
-    )
+    rows = (groups, heads, width)
+    fused = architecture.fused == "thirds"
+    return TensorPair(name, size, hf_names, hf_sizes, layer, transposed, rows, fused=fused)
 
 
 def list_hf_shapes(pairs: Sequence[TensorPair]) -> dict[str, tuple[int, ...]]:

@@ -111,16 +111,16 @@ def find_rows(flag: str) -> list[Row]:
 
 def find_row(flag: str, values: Sequence[str]) -> Row | None:
     """Return the row that holds for a flag with these values, or None."""
-    return next(
-        (
-            row
-            for row in find_rows(flag)
-            # The first row that fits wins, so a row for all values must come after those for single
-            # values.
-            if not row.only or (len(values) == 1 and values[0] in row.only)
-        ),
-        None,
-    )
+    return pick_row(find_rows(flag), values)
+
+
+def pick_row(rows: Sequence[Row], values: Sequence[str]) -> Row | None:
+    """Return the first of the rows of a flag that holds for its values, or None.
+
+    A row for all values must come after those for single values.
+    """
+    fitting = (row for row in rows if not row.only or [*values] in [[each] for each in row.only])
+    return next(fitting, None)
 
 
 @functools.cache

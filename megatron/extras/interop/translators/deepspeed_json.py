@@ -370,15 +370,16 @@ def merge_content(
             before = found.get(dotted) or given.get(dotted)
             if before is None or before.value == item.value:
                 found[dotted] = item
-            elif row.overrides:
+                continue
+            described = describe_value(dotted, before.value, before.origin)
+            if row.overrides:
                 found[dotted] = item
                 warnings.append(
-                    f"{_describe(dotted, before)} is not used: {key} {json.dumps(value)} in "
-                    f"{path} has priority."
+                    f"{described} is not used: {key} {json.dumps(value)} in {path} has priority."
                 )
             else:
                 errors.append(
-                    f"{_describe(dotted, before)} contradicts {path}, where {key} is "
+                    f"{described} contradicts {path}, where {key} is "
                     f'{_format_value(value)}; change one of them, or write "auto" there.'
                 )
     return found, list(dict.fromkeys(errors)), warnings
@@ -607,10 +608,6 @@ def _convert_value(dotted: str, value: Any, origin: str) -> ValueWithOrigin:
         ),
         origin,
     )
-
-
-def _describe(dotted: str, item: ValueWithOrigin) -> str:
-    return describe_value(dotted, item.value, item.origin)
 
 
 def _format_value(value: Any) -> str:

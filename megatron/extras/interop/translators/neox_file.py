@@ -18,7 +18,7 @@ from megatron.base.plain_text import find_close_names
 from megatron.config.fields import ValueWithOrigin
 from megatron.config.normalise import CommandLine, read_argv
 from megatron.config.yaml_file import PLAIN_TAGS, compose, get_line, is_null, read_items
-from megatron.extras.interop.translators.compat import NEOX, NEOX_KEYS, NEOX_TRAINER, Row
+from megatron.extras.interop.translators.compat import NEOX, NEOX_KEYS, NEOX_TRAINER, Row, pick_row
 from megatron.extras.interop.translators.deepspeed_json import (
     ALTERNATIVES,
     KEYS,
@@ -282,9 +282,7 @@ def _find_row(name: str, texts: Sequence[str]) -> Row | None:
     rows = rows or [
         row for row in NEOX_KEYS if row.flag.endswith("*") and name.startswith(row.flag[:-1])
     ]
-    return next(
-        (row for row in rows if not row.only or tuple(texts) in {(v,) for v in row.only}), None
-    )
+    return pick_row(rows, texts)
 
 
 def _list_names() -> list[str]:

@@ -145,26 +145,17 @@ def read_row(line: CommandLine, typed: str, flag: str, row: Row, values: list[st
         line.typed[flag] = tuple(values)
     if row.kind == "harmless":
         line.warnings.append(f"{shown} has no effect here: {row.reason}.")
-    elif row.kind == "refused":
-        _refuse_unless_off(line, shown, row, off)
-    elif row.kind == "derived" and off:
+    elif row.kind != "renamed" and off:
         line.warnings.append(f"{shown} has no effect here: the flag is off.")
+    elif row.kind == "refused":
+        # A dictionary keeps the order, and has a flag once.
+        line.refused[row.reason] = list(dict.fromkeys([*line.refused.get(row.reason, []), shown]))
     elif row.kind == "derived":
         _read_derived(line, shown, row, values)
     elif off:
         _turn_off_renamed(line, typed, row, values[0])
     else:
         _read_renamed(line, typed, row, values)
-
-
-def _refuse_unless_off(line: CommandLine, shown: str, row: Row, off: bool) -> None:
-    """Record an error for a refused flag, or a warning if the flag is off."""
-    if off:
-        line.warnings.append(f"{shown} has no effect here: the flag is off.")
-    else:
-        shown_for_reason = line.refused.setdefault(row.reason, [])
-        if shown not in shown_for_reason:
-            shown_for_reason.append(shown)
 
 
 def _read_derived(line: CommandLine, shown: str, row: Row, values: list[str]) -> None:

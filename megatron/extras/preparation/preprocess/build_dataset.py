@@ -139,7 +139,8 @@ def preprocess(
         progress = journal.load()
         if progress is None:
             # This check is only for a new run. A run that is continued has passed it at its start.
-            _check_outputs(job)
+            for prefix in () if job.overwrite else job.prefixes.values():
+                refuse_existing(prefix)
             progress = PreprocessProgress()
         if not job.append_eod:
             log(NO_EOD)
@@ -170,14 +171,6 @@ def _check_job(job: PreprocessJob) -> None:
             f"--json-keys {' '.join(job.json_keys)}: a key is part of a file name, so it must not "
             "contain '/'."
         )
-
-
-def _check_outputs(job: PreprocessJob) -> None:
-    """Check that no finished data set would be replaced by accident."""
-    if job.overwrite:
-        return
-    for prefix in job.prefixes.values():
-        refuse_existing(prefix)
 
 
 def _run(
