@@ -118,6 +118,7 @@ def test_the_drift_of_a_perturbed_rehearsal(pool: ProcessPool, corpus: str, tmp_
 
 FLAGS = {
     "--seed 77": "--seed",
+    "--split 900,50,50": "--split",
     "--data-path 0.2 {corpus} 0.8 {corpus}": "--data-path",
     "--adam-beta2 0.95": "--adam-beta2",
     "--adam-eps 1e-5": "--adam-eps",
