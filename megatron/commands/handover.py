@@ -137,7 +137,7 @@ def _describe_speed(steps: Mapping[int, Step]) -> str:
     """Return the time of a step and the memory. The first step of a launch is slower."""
     times = [float(each["seconds"]) for each in steps.values() if "seconds" in each]
     if not times:
-        return "no step"
+        return "no times"
     text = f"{statistics.median(times[1:] or times):.3g} s for a step"
     peaks = [each["peak_memory_bytes"] for each in steps.values() if each.get("peak_memory_bytes")]
     if peaks:
