@@ -52,7 +52,6 @@ ALLOWED = {
     "megatron/extras/interop/inspection/verification.py": ("safe_open", _CHECKED),
     "megatron/extras/object_store/store.py": ("os.open", "opens a folder"),
     "megatron/extras/operations/chronicle/page.py": ("read_text", _OWN),
-    "megatron/extras/operations/handover/rehearsal.py": ("os.open", "opens a folder"),
     "megatron/extras/operations/hub/inside.py": ("os.open", "opens a folder"),
     "megatron/extras/operations/rollback/cutting.py": ("filecmp.cmp", _OWN),
     "megatron/extras/operations/slurm/node_probe.py": ("read_bytes", _OWN),

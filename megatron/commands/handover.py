@@ -84,7 +84,9 @@ class Answer:
         absent = min(self.record.steps.keys() - self.trained.steps.keys(), default=None)
         if code != 0:
             output = self.trained.output or ["It printed nothing."]
-            reason = next((line for line in output if "error" in line), output[-1])
+            at = next((n for n, line in enumerate(output) if "error: " in line.lower()), -1)
+            # A list follows a line that ends with a colon.
+            reason = " ".join(output[at:][: 1 + output[at].endswith(":")])
             before = f" before iteration {absent}" * (absent is not None)
             return f"no go: the command ended with exit code {code}{before}. {reason}"
         if absent is not None:
@@ -135,7 +137,7 @@ def _describe_speed(steps: Mapping[int, Step]) -> str:
     """Return the time of a step and the memory. The first step of a launch is slower."""
     times = [float(each["seconds"]) for each in steps.values() if "seconds" in each]
     if not times:
-        return "no step"
+        return "no times"
     text = f"{statistics.median(times[1:] or times):.3g} s for a step"
     peaks = [each["peak_memory_bytes"] for each in steps.values() if each.get("peak_memory_bytes")]
     if peaks:

@@ -28,3 +28,5 @@ def test_a_rehearsal_from_a_store(
     assert (answer["verdict"], answer["changes"]["--micro-batch-size"]) == ("go", ["2", "4"])
     assert {each["iteration"] for each in answer["quantities"]} == {3, 4, 5, 6}
     assert Stored(address).objects.list("") == stored
+    assert handover.main([f"{address}-none", "--", *command]) == 3
+    assert "not rehearsed: there is no checkpoint; give" in capfd.readouterr().err

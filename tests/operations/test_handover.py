@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from config.minimal import config_with
 from operations.rehearsing import Handover
 from operations.run_folder import STARTED, FakeRun, digest_folder, wait_until
 from process_pool import ProcessPool
@@ -20,10 +21,15 @@ from torch.utils.tensorboard import SummaryWriter
 from megatron.base.error_report import FOLDER_VARIABLE
 from megatron.base.errors import ConfigError, OperationsError
 from megatron.checkpoint.folder import list_saved_iterations
-from megatron.commands.handover import main
+from megatron.commands.handover import Answer, main
 from megatron.extras.operations.handover import rehearsal
-from megatron.extras.operations.handover.record import TooFewStepsError, read_recorded_steps
-from megatron.extras.operations.handover.rehearsal import ScratchFolder, find_program
+from megatron.extras.operations.handover.comparison import HandoverComparison
+from megatron.extras.operations.handover.record import (
+    RecordedSteps,
+    TooFewStepsError,
+    read_recorded_steps,
+)
+from megatron.extras.operations.handover.rehearsal import Rehearsal, ScratchFolder, find_program
 from megatron.observe.chronicle import CHRONICLE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,6 +116,23 @@ def test_the_events_of_another_trainer(recorded: Handover) -> None:
     assert (code, answer["verdict"]) == (1, "no go: iteration 9, gradient norm")
 
 
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        ([], "It printed nothing."),
+        (["warning", "killed"], "killed"),
+        (["ConfigError: 2 errors:", "- a", "- b", "E1 api.py] ended", "x.ChildFailedError: "],
+         "ConfigError: 2 errors: - a"),
+    ],
+)  # fmt: skip
+def test_the_reason_of_a_failed_command(output: list[str], reason: str) -> None:
+    record = RecordedSteps(4, 5, config_with(), {5: {}})
+    found = HandoverComparison((), (), {})
+    verdict = Answer(record, Rehearsal({}, {}, 2, output), found).verdict
+    expected = "no go: the command ended with exit code 2 before iteration 5. "
+    assert verdict == expected + reason
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> FakeRun:
     made = FakeRun(tmp_path / "run", tmp_path / "aside")
@@ -130,6 +153,8 @@ def test_the_record_of_the_lineage_counts(run: FakeRun) -> None:
     run.metrics.unlink()
     with pytest.raises(TooFewStepsError, match="iteration 5 after global_step4"):
         read_recorded_steps(run.root, 4, 1)
+    with pytest.raises(TooFewStepsError, match="there is no checkpoint; give the --save folder"):
+        read_recorded_steps(run.root / "global_step4", None, 1)
 
 
 def test_a_rollback_and_another_number_of_samples(run: FakeRun) -> None:
@@ -238,23 +263,21 @@ def test_only_the_user_reads_the_folder_and_errors_are_not_reported(
         assert scratch.run(["sh", "-c", f'echo "[${FOLDER_VARIABLE}]"'], None) == (0, ["[]"])
 
 
-def test_the_next_start_removes_what_a_kill_of_all_processes_has_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    # The temporary folder takes the place of the memory.
-    monkeypatch.setattr(rehearsal.os, "access", lambda *_: False)
-    for name in ("handover-left", "handover-new", "other"):
-        (tmp_path / name / "tb").mkdir(parents=True)
-        if name != "handover-new":
-            os.utime(tmp_path / name, (0, 0))
-    with ScratchFolder(None) as used:
-        os.utime(used.path, (0, 0))
-        with ScratchFolder(None):
+def test_the_next_start_removes_what_a_kill_of_all_processes_has_left(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    with ScratchFolder(tmp_path) as used:
+        *_, space, process, name = used.path.name.split("-")
+        assert int(process) == os.getpid()
+        left = tmp_path / f"handover-{space}-{ended.pid}-{name}"
+        # Another host may have a process with that id.
+        elsewhere = tmp_path / f"handover-00000001-{ended.pid}-{name}"
+        for folder in (left, elsewhere):
+            (folder / "exact").mkdir(parents=True)
+        with ScratchFolder(tmp_path):
             assert used.path.exists()
-        assert {path.name for path in tmp_path.iterdir()} == {
-            *("handover-new", "other", used.path.name),
-        }
+            assert elsewhere.exists()
+            assert not left.exists()
 
 
 @pytest.mark.full

@@ -4,9 +4,19 @@ import json
 from pathlib import Path
 
 import pytest
+from convert.other_trainers import (
+    NANOGPT_CONFIG,
+    build_nanogpt,
+    build_nanogpt_optimizer,
+    fill_states,
+    save_nanogpt,
+)
 from operations.handover_errors import ERRORS, pretrain_with_error
 from operations.rehearsing import SIZES, Handover
+from operations.run_folder import digest_folder
 from process_pool import ProcessPool
+
+from megatron.extras.interop.commands import convert_checkpoint
 
 pytestmark = pytest.mark.full
 
@@ -118,6 +128,7 @@ def test_the_drift_of_a_perturbed_rehearsal(pool: ProcessPool, corpus: str, tmp_
 
 FLAGS = {
     "--seed 77": "--seed",
+    "--split 900,50,50": "--split",
     "--data-path 0.2 {corpus} 0.8 {corpus}": "--data-path",
     "--adam-beta2 0.95": "--adam-beta2",
     "--adam-eps 1e-5": "--adam-eps",
@@ -151,3 +162,30 @@ def test_changed_flags_are_named(pool: ProcessPool, corpus: str, tmp_path: Path)
         if not (named in answer["changes"] or named in answer["verdict"]):
             missed[flags] = answer
     assert not missed
+
+
+def test_an_imported_checkpoint(pool: ProcessPool, tmp_path: Path) -> None:
+    """Its folder has no record of steps. They come from the events of its trainer."""
+    model = build_nanogpt(NANOGPT_CONFIG, 64)
+    optimizer = build_nanogpt_optimizer(model, NANOGPT_CONFIG)
+    fill_states(model, optimizer, 7)
+    save_nanogpt(tmp_path / "ckpt.pt", model, optimizer, NANOGPT_CONFIG, 7)
+    run = Handover(pool, "", tmp_path / "imported")
+    command = ["from-nanogpt", "--load", str(tmp_path / "ckpt.pt"), "--out", str(run.folder)]
+    assert convert_checkpoint.main(command) == 0
+    config = run.folder / "global_step7" / "config.yaml"
+    run.flags = f"--config {config} --mock-data --log-interval 1 --load {run.folder}".split()
+    events = tmp_path / "events"
+    # A training stands in for the other trainer.
+    run.train(f"--save {tmp_path}/new --tensorboard-dir {events} --exit-interval 10")
+    before = digest_folder(run.folder)
+    options = f"--steps 3 --log {events}"
+    code, answer, _ = run.rehearse(options)
+    assert (code, answer["verdict"], answer["from"]) == (0, "go", 7)
+    assert {each["name"] for each in answer["quantities"]} == {
+        *("number of samples", "learning rate", "loss", "gradient norm"),
+    }
+    code, answer, _ = run.rehearse(options, "--lr 9e-3 --override-lr-scheduler")
+    assert (code, answer["verdict"]) == (1, "no go: iteration 8, learning rate")
+    assert run.rehearse("--steps 3")[0] == 3
+    assert digest_folder(run.folder) == before

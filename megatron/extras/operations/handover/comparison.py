@@ -205,10 +205,9 @@ def _measure_drift(
         largest = 0.0
         for iteration in sorted(steps.keys() & perturbed.keys()):
             pair = steps[iteration].get(key), perturbed[iteration].get(key)
-            if None not in pair:
-                difference = _compare(*pair, is_exact=False)
-                # One that is not finite would allow everything.
-                if math.isfinite(difference):
-                    largest = max(largest, difference)
+            difference = _compare(*pair, is_exact=False)
+            # One that is not finite would allow everything.
+            if math.isfinite(difference):
+                largest = max(largest, difference)
             drift[iteration, key] = largest
     return drift

@@ -89,14 +89,14 @@ def read_recorded_steps(
         steps = _read_foreign_log(log)
     lineage = _read_lineage(root)
     if iteration is not None and iteration not in lineage:
-        listed = ", ".join(f"global_step{each}" for each in lineage) or "none"
+        listed = ", ".join(f"global_step{each}" for each in lineage)
         raise OperationsError(
-            f"--from {iteration}: {root} has no checkpoint of that iteration in its lineage; there "
-            f"are: {listed}"
+            f"--from {iteration}: the run has no checkpoint of that iteration in its lineage; "
+            f"there are: {listed or 'none'}"
         )
     # The newest one is closest to what the run trains now.
     wanted = [at for at in sorted(lineage, reverse=True) if iteration in (None, at)]
-    reason = f"{root} has no checkpoint"
+    reason = "there is no checkpoint; give the --save folder or the address of a run"
     for number in wanted:
         manifest = lineage[number]
         found = {at: steps[at] for at in range(number + 1, number + count + 1) if at in steps}
@@ -107,9 +107,7 @@ def read_recorded_steps(
         config = load_yaml(read_checked_text(folder, CONFIG, manifest))
         start = _find_start(events, found)
         return RecordedSteps(number, number + count, config, found, start, log is not None)
-    raise TooFewStepsError(
-        f"{reason}. --keep-for-handover {count} keeps a checkpoint with enough recorded steps"
-    )
+    raise TooFewStepsError(reason)
 
 
 def read_recorded(path: Path) -> dict[int, Step]:
@@ -146,23 +144,19 @@ def _iterate_log_lines(path: Path) -> Iterator[tuple[int, Step]]:
 
 def _iterate_events(path: Path) -> Iterator[tuple[int, Step]]:
     # The import takes a second, and only event files need it.
-    from google.protobuf.message import DecodeError
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     check_regular(path, INDEX_BYTES)
     iteration: int | None = None
-    try:
-        # It ends at the first damaged record.
-        for event in LegacyEventFileLoader(str(path)).Load():
-            for value in event.summary.value:
-                tag = value.tag.rpartition("/")[2]
-                if tag in _TAGS and value.HasField("simple_value"):
-                    iteration = event.step
-                    yield iteration, {_TAGS[tag]: value.simple_value}
-                elif tag == _TAG_OF_SAMPLES and iteration is not None:
-                    yield iteration, {"consumed_samples": event.step}
-    except DecodeError as error:
-        raise OperationsError(f"--log {path} is damaged: {error}") from error
+    # It ends at the first record whose checksum is wrong.
+    for event in LegacyEventFileLoader(str(path)).Load():
+        for value in event.summary.value:
+            tag = value.tag.rpartition("/")[2]
+            if tag in _TAGS and value.HasField("simple_value"):
+                iteration = event.step
+                yield iteration, {_TAGS[tag]: value.simple_value}
+            elif tag == _TAG_OF_SAMPLES and iteration is not None:
+                yield iteration, {"consumed_samples": event.step}
 
 
 def _read_lineage(root: Path) -> dict[int, Manifest]:
@@ -200,7 +194,8 @@ def _find_gap(
     if missing:
         return (
             f"iteration {missing[0]} after global_step{manifest.iteration} is not recorded, and "
-            f"{count} iterations after the checkpoint are needed"
+            f"{count} iterations after the checkpoint are needed. --keep-for-handover {count} "
+            "keeps a checkpoint with enough recorded steps"
         )
     if not found:
         return f"all iterations from {first} to {last} were skipped"

@@ -2,21 +2,19 @@
 
 Invariants: the training writes to the scratch folder alone, which is in memory if the host has such
 a file system. A process of its own removes the folder when this one ends, even if it is killed. If
-both are killed, the next rehearsal on the host removes the folder from memory.
+both are killed, the next rehearsal on the host removes it.
 """
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import uuid
+import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from pathlib import Path
 
 from megatron.base.error_report import FOLDER_VARIABLE
 from megatron.base.errors import ConfigError
+from megatron.base.file_lock import read_process_space
 from megatron.base.plain_text import make_plain, print_to_stderr
 from megatron.config.data import DataConfig
 from megatron.extras.operations.chronicle.records import read_events
@@ -60,8 +59,11 @@ rm -rf -- "$1"
 
 A line of its input is the process group of a command.
 """
-_WAIT = 'read -r line && exec "$@"'
-"""What starts a command once its process group is known to the process above."""
+_WAIT = 'read -r line && exec timeout --kill-after="$0" "$@" </dev/null'
+"""What starts a command once its process group is known to the process above.
+
+`timeout` sends SIGTERM at the limit, and then SIGKILL. 0 is no limit.
+"""
 
 
 @dataclass(frozen=True)
@@ -136,21 +138,6 @@ def link_index_caches(data: DataConfig, folder: Path) -> None:
                 (folder / path.name).symlink_to(path.absolute())
 
 
-def _remove_left(parent: Path) -> None:
-    """Remove the folders of rehearsals all of whose processes were killed at the same time."""
-    for folder in parent.glob("handover-*"):
-        # It may be another user's, or be in use.
-        with contextlib.suppress(OSError):
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # One that was just created may not be locked yet.
-                if os.fstat(descriptor).st_mtime < time.time() - 60:
-                    shutil.rmtree(folder)
-            finally:
-                os.close(descriptor)
-
-
 class ScratchFolder:
     """A folder that is removed when this process ends, with the command that uses it."""
 
@@ -165,8 +152,14 @@ class ScratchFolder:
             # A file system in memory, on Linux.
             if os.access("/dev/shm", os.W_OK):
                 parent = Path("/dev/shm")
-            _remove_left(parent)
-        self.path = parent.absolute() / f"handover-{uuid.uuid4().hex}"
+        # Processes with this number in common see each other's ids.
+        space = zlib.crc32(read_process_space().encode())
+        for left in parent.glob(f"handover-{space:08x}-*"):
+            # Its processes were all killed at the same time.
+            if space and not Path("/proc", left.name.split("-")[2]).exists():
+                shutil.rmtree(left, ignore_errors=True)
+        name = f"handover-{space:08x}-{os.getpid()}-{uuid.uuid4().hex}"
+        self.path = parent.absolute() / name
         # What removes the folder comes first, so that no kill leaves it.
         self._remover = subprocess.Popen(
             ["/bin/sh", "-c", _REMOVE, "sh", str(self.path), str(_END_SECONDS)],
@@ -178,10 +171,6 @@ class ScratchFolder:
             text=True,
         )
         self.path.mkdir(mode=0o700)
-        # Another start leaves it alone while it is locked.
-        self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        with contextlib.suppress(OSError):
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
 
     def __enter__(self) -> "ScratchFolder":
         """Return itself."""
@@ -189,10 +178,8 @@ class ScratchFolder:
 
     def __exit__(self, *error: object) -> None:
         """End the command if it still runs, and remove the folder."""
-        assert self._remover.stdin is not None, "it was opened with a pipe"
-        self._remover.stdin.close()
-        self._remover.wait()
-        os.close(self._descriptor)
+        # This closes its input.
+        self._remover.communicate()
 
     def run(self, command: Sequence[str], limit: float | None) -> tuple[int | None, list[str]]:
         """Run a command, and pass its output on to standard error.
@@ -206,8 +193,9 @@ class ScratchFolder:
         """
         # The reports of errors would be taken for those of a training in this job.
         environment = {key: value for key, value in os.environ.items() if key != FOLDER_VARIABLE}
+        begin = time.monotonic()
         started = subprocess.Popen(
-            ["/bin/sh", "-c", _WAIT, "sh", *command],
+            ["/bin/sh", "-c", _WAIT, str(_END_SECONDS), str(limit or 0), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -217,35 +205,16 @@ class ScratchFolder:
             text=True,
             errors="replace",
         )
-        assert self._remover.stdin is not None, "it was opened with a pipe"
-        self._remover.stdin.write(f"{started.pid}\n")
-        self._remover.stdin.flush()
-        assert started.stdin is not None, "it was opened with a pipe"
+        print(started.pid, file=self._remover.stdin, flush=True)
+        print("start", file=started.stdin, flush=True)
         assert started.stdout is not None, "it was opened with a pipe"
-        started.stdin.write("start\n")
-        started.stdin.close()
-        out_of_time = threading.Event()
-        ended = threading.Event()
-
-        def end() -> None:
-            out_of_time.set()
-            os.killpg(started.pid, signal.SIGTERM)
-            if not ended.wait(_END_SECONDS):
-                os.killpg(started.pid, signal.SIGKILL)
-
-        timer = threading.Timer(limit or threading.TIMEOUT_MAX, end)
-        # It must not keep the interpreter alive after an error.
-        timer.daemon = True
-        timer.start()
         # The end of the output explains a failure.
-        last: deque[str] = deque(maxlen=30)
+        last: deque[str] = deque(maxlen=100)
         for line in started.stdout:
             last.append(make_plain(line.rstrip("\n")))
             print_to_stderr(last[-1])
         code = started.wait()
-        ended.set()
-        timer.cancel()
-        if out_of_time.is_set():
+        if limit is not None and time.monotonic() - begin >= limit:
             return None, list(last)
         return code, list(last)
 
@@ -268,9 +237,7 @@ def rehearse(
     folder = scratch.path / kind
     own = list_own_flags(record, run, folder, kind)
     code, output = scratch.run([*words, *own], limit)
-    steps = read_recorded(folder / "metrics.jsonl")
     # Without a start, the command has failed before its first step.
     starts = [e.details for e in read_events(folder / CHRONICLE) if e.kind == "start"]
-    start = [{}, *starts][-1]
-    changes = compare_starts(record.start, start, own)
-    return Rehearsal(steps, changes, code, output)
+    changes = compare_starts(record.start, [{}, *starts][-1], own)
+    return Rehearsal(read_recorded(folder / "metrics.jsonl"), changes, code, output)

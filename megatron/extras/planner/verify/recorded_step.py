@@ -179,18 +179,13 @@ def _compare(name: str, theirs: float, ours: float, least: float = 0.0) -> Compa
 def _run(model: GPT, tokens: Tensor) -> tuple[list[float], float]:
     """Return the root mean square of the input of each layer, and the loss. Fill the gradients."""
     sizes: list[float] = []
-    hooks = [
+    for block in model.get_blocks().values():
         block.register_forward_pre_hook(
             lambda _, given: sizes.append(float(given[0].detach().square().mean().sqrt()))
         )
-        for block in model.get_blocks().values()
-    ]
     logits = model.compute_logits(tokens[:, :-1])
     loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
-    # The model may be used again.
-    for hook in hooks:
-        hook.remove()
     return sizes, float(loss.detach())
 
 
@@ -215,8 +210,7 @@ def _pair_names(shape: ModelShape, recorded: Collection[str]) -> list[TensorPair
         unknown = sorted({*recorded} - names)
         if not unknown:
             return pairs
-        if not fewest or len(unknown) < len(fewest):
-            fewest = unknown
+        fewest = min(fewest or unknown, unknown, key=len)
     raise ConfigError(
         f"gradients has {len(recorded)} names, of which the model lacks {', '.join(fewest[:3])}. "
         "Give those of transformers, Megatron-LM, nanoGPT, llm-baselines or fms-fsdp."
