@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from faults.launches import NewJob
+from faults.test_hang_phases import FIRST_READ, INDEX, WRITE, Site, break_rank, name_case
 from faults.test_hangs import COORDINATES, GRID, find_line, wait_for_verdict
 
 from megatron.parallel.rank_progress import RankProgress
@@ -81,6 +82,44 @@ def test_stopped_rank_is_named_at_the_limit(
     warning = output[output.index("warning: ") :]
     assert f"rank 3 on {os.uname().nodename} ({COORDINATES[3]}) does not answer" in warning
     assert re.search(r"; \d+ s ago, it was at \S+\.py:\d+ \S+ in ", find_line(output, 3)), output
+
+
+@FULL
+@pytest.mark.parametrize("fault", ["stopped", "file"])
+@pytest.mark.parametrize("site", [INDEX, WRITE, FIRST_READ], ids=name_case)
+def test_first_of_a_kind_in_which_no_rank_works_is_named(
+    site: Site, fault: str, new_job: NewJob
+) -> None:
+    """Nothing shows how long it takes, but no rank runs on a processor, or one is silent."""
+    launch = new_job("job", f"{FLAGS} --save-interval 2", 4).launch(
+        constants=CONSTANTS, prepare=functools.partial(break_rank, 3, site, fault)
+    )
+    launch.wait_for(lambda: STARTED in launch.output(3), "the fault")
+    start = time.monotonic()
+    launch.wait_for(lambda: WARNING in launch.all_output(), "the warning")
+    assert time.monotonic() - start < PHASE_SECONDS + 4, launch.all_output()
+    victim = 3 if fault == "stopped" else -1
+    output = wait_for_verdict(launch, victim, 2 * PHASE_SECONDS + 4, start)
+    expected = "does not answer" if fault == "stopped" else f"is at {site.line}"
+    assert expected in find_line(output, 3), output
+
+
+def work_slowly(rank: int) -> None:
+    """Let the first index and the first save of rank 1 take more than twice PHASE_SECONDS."""
+    from megatron.checkpoint import shard_file
+    from megatron.data import indexed_source
+
+    if rank == 1:
+        delay(indexed_source.IndexedSource, "prepare", [60.0])
+        delay(shard_file, "write_tensors", [60.0])
+
+
+@FULL
+def test_first_of_a_kind_that_works_is_no_hang(new_job: NewJob) -> None:
+    flags = "--train-iters 4 --num-layers 2 --micro-batch-size 1 --save-interval 2"
+    launch = new_job("job", flags, 2).launch(constants=CONSTANTS, prepare=work_slowly)
+    assert launch.codes() == [0, 0], launch.all_output()
+    assert WARNING not in launch.all_output()
 
 
 def compile_slowly(rank: int) -> None:

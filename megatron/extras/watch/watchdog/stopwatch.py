@@ -1,15 +1,21 @@
 """How long the present phase of this rank has lasted, and how long it may last.
 
 With a number of `--hang-timeout`, the limit is that number, or ten times as much. With auto, it
-follows from what parts of the same kind have needed. What has no history may take FIRST_SECONDS.
+follows from what parts of the same kind have needed. What has no history may take FIRST_SECONDS,
+but only PHASE_SECONDS if no rank works.
 
 Invariant: only time in which this process ran counts. After a machine was suspended and resumed, no
 phase has exceeded its limit.
 """
 
+import contextlib
 import math
 import sys
+import threading
+from collections.abc import Iterable
+from pathlib import Path
 
+from megatron.base.outside_file import load_text
 from megatron.parallel.rank_progress import (
     FIRST_SECONDS,
     PART_SECONDS,
@@ -28,6 +34,9 @@ _COMPILERS = (
     "triton/compiler/compiler.py",
 )
 """Files of which no function is on the stack while compiled code runs."""
+_QUIET_SHARE = 0.2
+"""In the first of a kind, a rank that is silent for this part of PHASE_SECONDS does not run."""
+_THREADS = Path("/proc/self/task")
 
 
 def is_compiling() -> bool:
@@ -56,6 +65,9 @@ class Stopwatch:
         self._hang_timeout = hang_timeout
         self._longest_tick = 4 * interval
         self._last: float | None = None
+        self._work: list[str] = []
+        self._worked_at = 0.0
+        """Seconds of the phase at which a thread was last seen to work."""
         self._slowest: dict[str, dict[int, float]] = {}
         """Kind -> iteration -> seconds of the slowest one in this iteration."""
         self._first = 0
@@ -87,17 +99,37 @@ class Stopwatch:
         """The phase and its part, in words."""
         return f"{self._part} of {self.phase.name}" if self._part else self.phase.name
 
-    def extend(self, number: int, seconds: float) -> bool:
-        """Allow a phase more time, which another rank needs. Return whether it still lasts.
+    def change_limit(self, number: int, seconds: float) -> bool:
+        """Allow a phase the time that the slowest rank needs. Return whether it still lasts.
+
+        Only the first of a kind may get less time than it had.
 
         Args:
             number: The number of the phase.
-            seconds: The time that it may take at least.
+            seconds: The time that it may take.
         """
         if number != self.number:
             return False
-        self.limit = max(self.limit, seconds)
+        self.limit = seconds if self.is_first else max(self.limit, seconds)
         return True
+
+    def is_idle(self, threads: Iterable[threading.Thread]) -> bool:
+        """Return whether none of these threads has worked for long. Call it again and again.
+
+        A thread that waits for a file or for another thread does not run on a processor at all. The
+        work of child processes is not counted, so a process that has some is never idle.
+        """
+        work: list[str] = []
+        # A thread may have ended, or Linux may not count its time.
+        with contextlib.suppress(OSError):
+            children = [load_text(path) for path in _THREADS.glob("*/children")]
+            if children and not any(children):
+                times = [_THREADS / f"{each.native_id}" / "schedstat" for each in threads]
+                work = [str(self.number), *(load_text(path) for path in times)]
+        if not work or work != self._work:
+            self._work = work
+            self._worked_at = self.seconds
+        return self.seconds - self._worked_at >= PHASE_SECONDS - self.quiet_seconds
 
     def _count(self) -> int:
         # A number limits the complete step, whatever its parts are.
@@ -115,7 +147,14 @@ class Stopwatch:
         self._first = self._first or self._iteration
         self.seconds = 0.0
         self.silent_limit = self.limit = self._find_limit()
-        if self._hang_timeout is None and self.phase.is_repeated:
+        self.is_first = self._hang_timeout is None and self.limit == FIRST_SECONDS
+        """Whether it is the first of its kind, so that nothing shows how long it takes."""
+        self.quiet_seconds = 0.0
+        """Seconds for which a rank may publish nothing. Work in C++ may hold Python's lock."""
+        if self.is_first:
+            self.silent_limit = PHASE_SECONDS
+            self.quiet_seconds = _QUIET_SHARE * PHASE_SECONDS
+        elif self._hang_timeout is None and self.phase.is_repeated:
             self.silent_limit = min(self.limit, self._add_slowest(PART_SECONDS))
 
     def _find_limit(self) -> float:

@@ -155,6 +155,7 @@ _BEATS = 2.5
 """A rank that publishes nothing in the time of this many heartbeats does not run."""
 _RANKS_PER_BEAT = 4000
 """With more ranks, heartbeats are rarer than one in BEAT_SECONDS, because one store gets all."""
+_OWN_THREADS = ("watchdog", "roll call")
 _HUNG = "roll_call/hung"
 """The key in the store that is set if no rank has crashed, before the roll is called."""
 FOLDER = "hangs"
@@ -232,11 +233,21 @@ class Watchdog(RollCall):
         # Most phases are over before anybody asks.
         if watch.seconds > BEAT_SECONDS and is_compiling():
             limit = max(limit, FIRST_SECONDS)
+        elif watch.is_first and watch.is_idle(self._list_workers()):
+            limit = watch.silent_limit
         state = read_state(self._main, self._progress, with_collectives=False)
         state = replace(state, limit=limit)
         store.set(_make_beat_key(self._rank), json.dumps(asdict(state)))
         if store_is_rank_zeros():
             self._read_beat(store, 0)
+
+    def _list_workers(self) -> list[threading.Thread]:
+        """Return the threads whose work shows that this rank does not hang."""
+        others = {*_OWN_THREADS}
+        if self._progress.phase.in_threads:
+            # It only waits for its thread, and exchanges messages meanwhile.
+            others.add(threading.main_thread().name)
+        return [each for each in threading.enumerate() if each.name not in others]
 
     def _read_beat(self, store: dist.Store, rank: int) -> None:
         """Remember the state that a rank has published, if there is one."""
@@ -300,15 +311,19 @@ class Watchdog(RollCall):
             return watch.seconds > watch.limit
         if math.isinf(watch.limit):
             return False
-        patience = _BEATS * self._spacing
+        patience = max(_BEATS * self._spacing, watch.quiet_seconds)
         # With nccl, torch ends the process after this time-out, without a name.
         first = min(watch.silent_limit, 0.9 * self._limit.collective.total_seconds())
+        if watch.is_first:
+            # A rank may become idle later.
+            step = 2 * patience
+            first += step * max(0, math.ceil((watch.seconds - first) / step))
         number = watch.number
         for limit in (first, watch.limit, 2 * watch.limit):
             asked = (number, limit)
             if watch.seconds > limit - patience and asked > self._asked:
                 self._asked = asked
-                ask = functools.partial(self._ask_others, number, warns=limit <= watch.limit)
+                ask = functools.partial(self._ask_others, number, limit)
                 self._asking = call_in_thread(ask)
         if watch.seconds <= 2 * watch.limit:
             return False
@@ -316,21 +331,23 @@ class Watchdog(RollCall):
         waits = self._asking is not None and self._asking.is_alive()
         return not waits or watch.seconds > 2 * watch.limit + 4 * patience
 
-    def _ask_others(self, number: int, *, warns: bool) -> None:
-        """Find out whether another rank is in a phase that may take longer, and extend the limit.
+    def _ask_others(self, number: int, due: float) -> None:
+        """Find out how long the phases of the other ranks may take, and change the limit.
 
         The first rank that asks reads the heartbeats of all. The others read its answer.
 
         Args:
             number: The number of the phase.
-            warns: Whether to warn that the run will end.
+            due: The seconds of the phase after which it must be known. Up to the limit, a warning
+                says that the run will end.
 
         Raises:
             RuntimeError: The store has ended.
         """
         watch = self._stopwatch
-        patience = _BEATS * self._spacing
-        key = f"asked/{self._progress.iteration}/{watch.phase.name}/{warns}/{watch.limit:.0f}"
+        warns = due <= watch.limit
+        patience = max(_BEATS * self._spacing, watch.quiet_seconds)
+        key = f"asked/{self._progress.iteration}/{watch.phase.name}/{warns}/{due:.0f}"
         if self._store.add(key, 1) > 1:
             time.sleep(1.5 * patience)
             end = time.monotonic() + 2 * patience
@@ -338,7 +355,7 @@ class Watchdog(RollCall):
                 if time.monotonic() > end:
                     return
                 time.sleep(self._spacing)
-            watch.extend(number, parse_seconds(self._store.get(f"{key}/limit")))
+            watch.change_limit(number, parse_seconds(self._store.get(f"{key}/limit")))
             return
         before = self._read_all_beats()
         time.sleep(patience)
@@ -349,12 +366,15 @@ class Watchdog(RollCall):
             if rank not in before or state.published != before[rank].published
         }
         is_complete = len(live) == len(self._names)
-        limit = watch.limit
+        limit = watch.silent_limit if watch.is_first else watch.limit
         if is_complete:
             limit = max(state.limit for state in live.values())
+        if warns:
+            # The end comes at twice the limit.
+            limit = max(limit, watch.seconds)
         self._store.set(f"{key}/limit", repr(limit))
         # The phase may be over.
-        if not watch.extend(number, limit) or not warns:
+        if not watch.change_limit(number, limit) or not warns:
             return
         if is_complete and watch.seconds + patience < limit:
             return
