@@ -3,6 +3,8 @@
 import functools
 import time
 from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -321,9 +323,63 @@ def test_longer_limit_of_another_rank_holds_for_the_present_part_only() -> None:
     stopwatch.tick(0.0)
     # A rank that publishes nothing does not get the time of a slow file system.
     assert (stopwatch.limit, stopwatch.silent_limit) == (300, 20)
-    assert stopwatch.extend(stopwatch.number, 1800.0)
+    assert stopwatch.change_limit(stopwatch.number, 1800.0)
     assert stopwatch.limit == 1800
     progress.begin_part("microbatch 1")
     stopwatch.tick(TICK)
     assert stopwatch.limit == 20
-    assert not stopwatch.extend(stopwatch.number - 1, 1800.0)
+    assert not stopwatch.change_limit(stopwatch.number - 1, 1800.0)
+
+
+def test_first_of_a_kind_may_lose_its_time() -> None:
+    """What lasts longer without work has the limit of a phase. Others keep what they have."""
+    progress = RankProgress()
+    progress.begin_step("training iteration", 1)
+    stopwatch = Stopwatch(progress, None, TICK)
+    assert (stopwatch.limit, stopwatch.silent_limit) == (FIRST_SECONDS, PHASE_SECONDS)
+    assert stopwatch.change_limit(stopwatch.number, PHASE_SECONDS)
+    assert stopwatch.limit == PHASE_SECONDS
+    assert stopwatch.change_limit(stopwatch.number, FIRST_SECONDS)
+    assert stopwatch.limit == FIRST_SECONDS
+    progress.begin_step("training iteration", 2)
+    stopwatch.tick(0.0)
+    assert stopwatch.change_limit(stopwatch.number, 1.0)
+    assert stopwatch.limit == PHASE_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("times", "children", "idle"),
+    [
+        (["5 1 2"], "", True),
+        (["5 1 2", "6 1 3"], "", False),
+        (["5 1 2"], "77 ", False),
+        ([None], "", False),
+        ([], "", True),
+    ],
+)
+def test_rank_is_idle_if_no_thread_has_run(
+    times: list[str | None],
+    children: str,
+    idle: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread waits, works or has ended, or the rank has a process of its own, or no thread."""
+    monkeypatch.setattr(f"{Stopwatch.__module__}._THREADS", tmp_path)
+    (tmp_path / "12").mkdir()
+    (tmp_path / "12" / "children").write_text(children)
+    progress = RankProgress()
+    progress.begin_step("training iteration", 1)
+    stopwatch = Stopwatch(progress, None, TICK)
+    threads = [Thread() for _ in times[:1]]
+    for thread in threads:
+        thread._native_id = 12  # type: ignore[attr-defined]
+    found = []
+    for number in range(1, 16):
+        stopwatch.seconds = 20.0 * number
+        ran = (times or [None])[number % max(1, len(times))]
+        if ran is not None:
+            (tmp_path / "12" / "schedstat").write_text(ran)
+        found.append(stopwatch.is_idle(threads))
+    assert found[-1] == idle
+    assert not any(found[:12])

@@ -12,7 +12,14 @@ import time
 from datetime import datetime
 
 import pytest
-from slurm.test_array_task import SAVED, TinyRun, tiny  # noqa: F401
+from slurm.test_array_task import (  # noqa: F401
+    SAVED,
+    TWO_RANKS,
+    Curve,
+    TinyRun,
+    tiny,
+    uninterrupted,
+)
 
 from megatron.extras.operations.chronicle.history import read_history
 from megatron.extras.operations.chronicle.records import Event, read_events
@@ -70,6 +77,24 @@ def test_restart_is_about_as_fast_as_a_start(ranks: int, tiny: TinyRun) -> None:
     check_records(tiny, 104)
     assert [attempt["is_restart"] for attempt in tiny.attempts()] == [False, True, True]
     assert len(read_chronicle(tiny, "restart")) == 2
+
+
+def test_rank_is_killed_during_a_restart(tiny: TinyRun, uninterrupted: Curve) -> None:
+    """The restart is restarted, from the same checkpoint and with the same curve."""
+    job = tiny.submit(TWO_RANKS, TRAIN_SAMPLES="480", EXIT_INTERVAL="100000")
+    tiny.wait_for_line(SAVED)
+    kill_rank(tiny, job, "n2")
+    tiny.wait_for_line(AGAIN)
+    tiny.wait_for(lambda: tiny.pids(job, "n2"), "the ranks of the restart")
+    time.sleep(1.0)
+    kill_rank(tiny, job, "n2")
+    tiny.wait_for_line(AGAIN, 2)
+    assert "iteration" not in tiny.main_log().split(AGAIN)[1].split("starts on")[1]
+    tiny.wait_for_end(job)
+    assert "training is complete at iteration 34" in tiny.main_log()
+    assert [attempt["is_restart"] for attempt in tiny.attempts()] == [False, True, True]
+    check_records(tiny, 34)
+    assert tiny.curve() == uninterrupted(2, 480)
 
 
 def test_used_budget_ends_the_job_with_the_reason(tiny: TinyRun) -> None:

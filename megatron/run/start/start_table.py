@@ -15,8 +15,8 @@ from megatron.data.index_helpers import describe_implementation
 from megatron.data.source import Sources
 from megatron.engine.base import Engine
 from megatron.observe.log_line import (
-    FIRST_START_LINE,
-    FROM_SCRATCH_LINE,
+    format_first_start_line,
+    format_from_scratch_line,
     format_loaded_checkpoint_line,
     format_no_checkpoint_line,
 )
@@ -71,9 +71,9 @@ def print_start(
             format_loaded_checkpoint_line(str(config.checkpoint.load), job.checkpoint.iteration)
         )
     elif config.checkpoint.load is not None:
-        reporter.log(FIRST_START_LINE)
+        reporter.log(format_first_start_line())
         reporter.log(format_no_checkpoint_line(config.checkpoint.load))
-        reporter.log(FROM_SCRATCH_LINE)
+        reporter.log(format_from_scratch_line())
     for note in sources.take_notes():
         reporter.log(note)
     warnings = warn_about_many_epochs(uses)
@@ -155,9 +155,8 @@ def _list_limits_and_helpers(
             "hang limit",
             f"auto: {SLOWEST_FACTOR:g} x the slowest so far + {PART_SECONDS:g} s in a step, "
             f"+ {PHASE_SECONDS:g} s elsewhere",
-            f"{format_duration(FIRST_SECONDS)} for the first of a kind, the start, a compilation "
-            "and a recording of graphs, while a rank works; "
-            "a warning at the limit, the end at twice",
+            f"{format_duration(FIRST_SECONDS)} while a rank works in the first of a kind, the "
+            "start, a compilation, a recording of graphs; a warning at the limit, the end at twice",
         )
     if hang_timeout is not None:
         yield (

@@ -8,12 +8,14 @@ Invariant: only time in which this process ran counts. After a machine was suspe
 phase has exceeded its limit.
 """
 
+import contextlib
 import math
 import sys
 import threading
 from collections.abc import Iterable
 from pathlib import Path
 
+from megatron.base.outside_file import load_text
 from megatron.parallel.rank_progress import (
     FIRST_SECONDS,
     PART_SECONDS,
@@ -46,21 +48,6 @@ def is_compiling() -> bool:
                 return True
             at = at.f_back  # type: ignore[assignment]
     return False
-
-
-def read_work(threads: Iterable[threading.Thread]) -> list[str]:
-    """Return the time for which each thread has run on a processor, as Linux counts it.
-
-    A thread that waits for a file or for another thread does not run at all.
-
-    Raises:
-        OSError: Linux does not count it, a thread has ended, or this process has processes of its
-            own, whose work is not counted.
-    """
-    children = [path.read_text() for path in _THREADS.glob("*/children")]
-    if any(children) or not children:
-        raise OSError("child processes may work")
-    return [(_THREADS / f"{each.native_id}" / "schedstat").read_text() for each in threads]
 
 
 class Stopwatch:
@@ -127,20 +114,22 @@ class Stopwatch:
         return True
 
     def is_idle(self, threads: Iterable[threading.Thread]) -> bool:
-        """Return whether none of these threads has worked for long. Call it again and again."""
-        try:
-            work = [str(self.number), *read_work(threads)]
-        except OSError:
-            work = []
+        """Return whether none of these threads has worked for long. Call it again and again.
+
+        A thread that waits for a file or for another thread does not run on a processor at all. The
+        work of child processes is not counted, so a process that has some is never idle.
+        """
+        work: list[str] = []
+        # A thread may have ended, or Linux may not count its time.
+        with contextlib.suppress(OSError):
+            children = [load_text(path) for path in _THREADS.glob("*/children")]
+            if children and not any(children):
+                times = [_THREADS / f"{each.native_id}" / "schedstat" for each in threads]
+                work = [str(self.number), *(load_text(path) for path in times)]
         if not work or work != self._work:
             self._work = work
             self._worked_at = self.seconds
         return self.seconds - self._worked_at >= PHASE_SECONDS - self.quiet_seconds
-
-    @property
-    def quiet_seconds(self) -> float:
-        """Seconds for which a rank may publish nothing. Work in C++ may hold Python's lock."""
-        return _QUIET_SHARE * PHASE_SECONDS if self.is_first else 0.0
 
     def _count(self) -> int:
         # A number limits the complete step, whatever its parts are.
@@ -160,8 +149,11 @@ class Stopwatch:
         self.silent_limit = self.limit = self._find_limit()
         self.is_first = self._hang_timeout is None and self.limit == FIRST_SECONDS
         """Whether it is the first of its kind, so that nothing shows how long it takes."""
+        self.quiet_seconds = 0.0
+        """Seconds for which a rank may publish nothing. Work in C++ may hold Python's lock."""
         if self.is_first:
             self.silent_limit = PHASE_SECONDS
+            self.quiet_seconds = _QUIET_SHARE * PHASE_SECONDS
         elif self._hang_timeout is None and self.phase.is_repeated:
             self.silent_limit = min(self.limit, self._add_slowest(PART_SECONDS))
 
