@@ -67,7 +67,7 @@ LAYOUTS = [
     Layout("TP 4, SP, core recomputed", 4, f"{TP4} {SP} --recompute-attention-core"),
     Layout("TP 2, uneven PP 2", 4, f"{TP2} {PP2}"),
     Layout("uneven PP 4", 4, "--pipeline-model-parallel-size 4", (DOCUMENTS,), "--num-layers 5"),
-    Layout("CP 3", 3, "--context-parallel-size 3"),
+    Layout("CP 3, odd parts", 3, "--context-parallel-size 3", common="--seq-length 78"),
     Layout("CP 4, a2a", 4, f"--context-parallel-size 4 {A2A}", (DOCUMENTS,)),
     Layout("CP 2, a2a, ZeRO 3", 4, f"{CP2} {A2A} --zero-stage 3"),
     Layout(
