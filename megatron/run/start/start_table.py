@@ -15,8 +15,8 @@ from megatron.data.index_helpers import describe_implementation
 from megatron.data.source import Sources
 from megatron.engine.base import Engine
 from megatron.observe.log_line import (
-    format_first_start_line,
-    format_from_scratch_line,
+    FIRST_START_LINE,
+    FROM_SCRATCH_LINE,
     format_loaded_checkpoint_line,
     format_no_checkpoint_line,
 )
@@ -71,9 +71,9 @@ def print_start(
             format_loaded_checkpoint_line(str(config.checkpoint.load), job.checkpoint.iteration)
         )
     elif config.checkpoint.load is not None:
-        reporter.log(format_first_start_line())
+        reporter.log(FIRST_START_LINE)
         reporter.log(format_no_checkpoint_line(config.checkpoint.load))
-        reporter.log(format_from_scratch_line())
+        reporter.log(FROM_SCRATCH_LINE)
     for note in sources.take_notes():
         reporter.log(note)
     warnings = warn_about_many_epochs(uses)
