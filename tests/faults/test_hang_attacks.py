@@ -80,7 +80,7 @@ def hang_everywhere(rank: int) -> None:
     def open_pipe(*arguments: object) -> None:
         time.sleep(1000)
 
-    watchdog.write_state = open_pipe
+    watchdog.write_state = open_pipe  # type: ignore[assignment]
     watchdog.replace_file = open_pipe  # type: ignore[assignment]
     break_rank(rank, WRITE, "file", rank)
 

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from process_pool import ProcessPool, pretrain, succeed
+from slurm.cluster import Cluster
 from slurm.test_array_task import (  # noqa: F401
     ROOT,
     SAVED,
@@ -83,6 +84,7 @@ def repair(tiny: TinyRun, node: str) -> None:
     """Let Slurm use a node again. Its daemon may have done that already."""
     with contextlib.suppress(AssertionError):
         change_state(tiny, node, "resume")
+    assert isinstance(tiny.cluster, Cluster)
     tiny.cluster.start_daemons()
     state = ["sinfo", "--noheader", f"--nodes={node}", "--format=%T"]
     tiny.wait_for(lambda: "idle" in tiny.cluster.run(*state), f"{node} is idle")
