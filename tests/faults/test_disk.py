@@ -245,7 +245,9 @@ def test_disk_that_fills_up_during_a_save(
         first,
     ), first
     iterations = [iteration for iteration, _ in failures(first)]
-    assert retries(first)[0] == iterations[0] + 2
+    later = retries(first)[0] - iterations[0]
+    # A save in the background may have failed before the run looks at it.
+    assert later == 2 or (mode and later > 2), first
     with launch.frozen():
         left = [name for name in steps(job.folder) if name.endswith(".unfinished")]
         assert left == []  # the part that was written was removed

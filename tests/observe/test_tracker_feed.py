@@ -250,11 +250,11 @@ def test_torn_line_is_read_when_it_is_complete(launches: Launches) -> None:
 
 
 def test_slow_tracker_is_reported(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed_module, "_SLOW_SECONDS", 0.01)
-    monkeypatch.setattr(launches.tracker, "close", lambda: time.sleep(0.2))
+    monkeypatch.setattr(feed_module, "_SLOW_SECONDS", 0.2)
+    monkeypatch.setattr(launches.tracker, "close", lambda: time.sleep(0.4))
     launches.launch(0, 1)
     assert launches.said == [
-        "closing the run takes longer than 0.01 s; training continues",
+        "closing the run takes longer than 0.2 s; training continues",
     ]
 
 

@@ -67,8 +67,15 @@ def read_guard_records(root: Path) -> list[dict[str, Any]]:
     Raises:
         OSError: The file cannot be read.
     """
-    records = read_objects(root / INTERVENTIONS)
-    return [record for record in records if record.get("action") == ACTION]
+    return [record for record in _read_records(root) if record.get("action") == ACTION]
+
+
+def _read_records(root: Path) -> list[dict[str, Any]]:
+    path = root / INTERVENTIONS
+    # Appending explains better what is wrong with another kind of file.
+    if not path.is_file():
+        return []
+    return read_objects(path)
 
 
 class GuardRecords:
@@ -99,7 +106,7 @@ class GuardRecords:
     def _known(self) -> set[str]:
         """The records since the last rollback, without their times."""
         known: set[str] = set()
-        for record in read_objects(self._root / INTERVENTIONS):
+        for record in _read_records(self._root):
             # Iterations after a rollback do not repeat those before it, so all of them are new.
             if record.get("action") == "rollback":
                 known = set()
@@ -333,7 +340,7 @@ def find_pending_rollback(root: Path) -> dict[str, Any] | None:
         OperationsError: The plan of an unfinished rollback is damaged or missing.
     """
     last = None
-    for record in read_objects(root / INTERVENTIONS):
+    for record in _read_records(root):
         if record.get("action") == ACTION and record.get("decision") == Response.ROLLBACK.value:
             last = record
         elif record.get("action") == "rollback":
