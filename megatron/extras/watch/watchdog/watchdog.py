@@ -233,8 +233,10 @@ class Watchdog(RollCall):
         # Most phases are over before anybody asks.
         if watch.seconds > BEAT_SECONDS and is_compiling():
             limit = max(limit, FIRST_SECONDS)
-        elif watch.is_first and watch.is_idle(self._list_workers()):
-            limit = watch.silent_limit
+        elif watch.is_first:
+            # A rank that works again gets the time back that the ranks took from it.
+            idle = watch.is_idle(self._list_workers())
+            limit = watch.silent_limit if idle else watch.own_limit
         state = read_state(self._main, self._progress, with_collectives=False)
         state = replace(state, limit=limit)
         store.set(_make_beat_key(self._rank), json.dumps(asdict(state)))
@@ -346,8 +348,13 @@ class Watchdog(RollCall):
         """
         watch = self._stopwatch
         warns = due <= watch.limit
+        # The end comes at twice the limit, and not before the time that a warning has named.
+        least = min(due, watch.limit)
+        # Read now, because the phase may be over when the others have answered.
+        limit = watch.silent_limit if watch.is_first else watch.limit
         patience = max(_BEATS * self._spacing, watch.quiet_seconds)
-        key = f"asked/{self._progress.iteration}/{watch.phase.name}/{warns}/{due:.0f}"
+        # A phase may begin again within the same iteration.
+        key = f"asked/{self._progress.sequence}/{watch.phase.name}/{warns}/{due:.0f}"
         if self._store.add(key, 1) > 1:
             time.sleep(1.5 * patience)
             end = time.monotonic() + 2 * patience
@@ -366,12 +373,9 @@ class Watchdog(RollCall):
             if rank not in before or state.published != before[rank].published
         }
         is_complete = len(live) == len(self._names)
-        limit = watch.silent_limit if watch.is_first else watch.limit
         if is_complete:
             limit = max(state.limit for state in live.values())
-        if warns:
-            # The end comes at twice the limit.
-            limit = max(limit, watch.seconds)
+        limit = max(limit, least)
         self._store.set(f"{key}/limit", repr(limit))
         # The phase may be over.
         if not watch.change_limit(number, limit) or not warns:
