@@ -5,15 +5,20 @@ The store is in this process, and the tests publish the heartbeats.
 
 import functools
 import json
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
+from threading import Thread, Timer
 
 import pytest
 import torch.distributed as dist
 
+from megatron.checkpoint.lease import Lease
 from megatron.extras.watch.watchdog.watchdog import Watchdog
 from megatron.parallel.rank_progress import (
+    FILE_THREAD,
     FIRST_SECONDS,
     PHASE_SECONDS,
     Phase,
@@ -83,6 +88,19 @@ def test_rank_that_works_again_gets_its_time_back(
     found = rank.read_beat(idle=False, monkeypatch=monkeypatch)
     assert found == FIRST_SECONDS
     assert rank.ask(420.0, found, PHASE_SECONDS) == FIRST_SECONDS
+
+
+def test_threads_that_run_at_intervals_are_no_workers(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The lease of the folder is renewed every ten seconds, also if the rank hangs."""
+    lease = Lease.acquire(tmp_path, print)
+    threads = [lease._thread, rank.dog._watcher, rank.dog._thread, Timer(15.0, print)]
+    worker = Thread(name=FILE_THREAD)
+    monkeypatch.setattr(threading, "enumerate", lambda: [*threads, worker])
+    found = rank.dog._list_workers()
+    lease.release()
+    assert found == [worker]
 
 
 def test_warning_holds(rank: Rank) -> None:

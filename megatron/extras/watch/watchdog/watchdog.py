@@ -155,7 +155,8 @@ _BEATS = 2.5
 """A rank that publishes nothing in the time of this many heartbeats does not run."""
 _RANKS_PER_BEAT = 4000
 """With more ranks, heartbeats are rarer than one in BEAT_SECONDS, because one store gets all."""
-_OWN_THREADS = ("watchdog", "roll call")
+_REGULAR_THREADS = ("watchdog", "roll call", "lease", "index build")
+"""Threads that run at intervals, also if this rank hangs."""
 _HUNG = "roll_call/hung"
 """The key in the store that is set if no rank has crashed, before the roll is called."""
 FOLDER = "hangs"
@@ -245,11 +246,16 @@ class Watchdog(RollCall):
 
     def _list_workers(self) -> list[threading.Thread]:
         """Return the threads whose work shows that this rank does not hang."""
-        others = {*_OWN_THREADS}
+        others = {*_REGULAR_THREADS}
         if self._progress.phase.in_threads:
             # It only waits for its thread, and exchanges messages meanwhile.
             others.add(threading.main_thread().name)
-        return [each for each in threading.enumerate() if each.name not in others]
+        # The meter of emissions starts a timer for each of its measurements.
+        return [
+            each
+            for each in threading.enumerate()
+            if each.name not in others and not isinstance(each, threading.Timer)
+        ]
 
     def _read_beat(self, store: dist.Store, rank: int) -> None:
         """Remember the state that a rank has published, if there is one."""
