@@ -104,7 +104,9 @@ def require_attention_kernels(
     # Layers differ only in whether they need a bias.
     biases = sorted({_needs_bias(shape, window) for window in windows})
     for biased, length in product(biases, lengths):
-        value_dim = shape.head_dim if pads_values(names, device) else shape.value_dim
+        value_dim = shape.value_dim
+        if pads_values(names, device):
+            value_dim = max(shape.head_dim, value_dim)
         sizes = ((heads, shape.head_dim), (1, shape.head_dim), (1, value_dim))
         query, key, value = (
             torch.zeros((1, n, length, width), dtype=dtype, device=device) for n, width in sizes

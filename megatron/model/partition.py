@@ -90,7 +90,7 @@ def _read_sizes(method: str, layers: int, ranks: int) -> list[int]:
     if len(sizes) != ranks or sum(sizes) != layers or 0 in sizes:
         raise ConfigError(
             f"--pp-partition-method {method} needs a number above 0 for each of {ranks} stages, "
-            f"which add up to --num-layers {layers}; write it as in layers:3,2,2."
+            f"and their sum must be --num-layers {layers}; write it as in layers:3,2,2."
         )
     return sizes
 

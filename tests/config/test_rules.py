@@ -436,10 +436,10 @@ FAILURES: list[tuple[dict[str, object], str]] = [
             "add_bias_linear": False,
             "v_head_dim": 200,
         },
-        "the width of a head is 192, but its kernel needs",
+        "the width of a head is 192, and that of its values 200, but its kernel needs",
     ),
-    ({**VARLEN, "kv_channels": 20}, "the width of a head is 20, but its kernel needs a multiple"),
-    ({**VARLEN, "kv_channels": 264}, "the width of a head is 264, but its kernel needs"),
+    ({**VARLEN, "kv_channels": 20}, "the width of a head is 20, and that of its values 20, but"),
+    ({**VARLEN, "kv_channels": 264}, "but its kernel needs a multiple of 8 that is at most 256"),
     (
         {"curriculum_total_step": 9},
         "--curriculum-total-step 9 needs --curriculum-schedule-type",

@@ -3,6 +3,7 @@
 A CPU has two of them, flash and unfused. Which kernel runs is seen at torch's operators.
 """
 
+import contextlib
 from fractions import Fraction
 from typing import Any
 from unittest import mock
@@ -156,6 +157,16 @@ def test_an_impossible_choice_is_refused_with_the_reason(
     assert reason in message
     assert "Add unfused at the end" in message
     assert "Triggered internally" not in message
+
+
+@pytest.mark.parametrize("value", [6, 8, 10])
+def test_values_that_are_wider_than_keys_are_refused(value: int) -> None:
+    """Zeros widen the values of latent attention. Nothing widens its keys."""
+    widths = {"qk_head_dim": 6, "qk_pos_emb_head_dim": 2, "v_head_dim": value}
+    latent = {"multi_latent_attention": True, "position_embedding_type": "rotary"}
+    refused = pytest.raises(ConfigError, match="none of these kernels")
+    with refused if value > 8 else contextlib.nullcontext():
+        require(("flash",), **latent, **widths)
 
 
 def test_each_kind_of_layer_is_tried() -> None:

@@ -140,7 +140,7 @@ def test_a_heavy_embedding_leaves_a_layer_for_each_stage():
         (3, parallel(4), "--pipeline-model-parallel-size 4 must not exceed --num-layers 3"),
         (6, parallel(2, "by-hand"), "by-hand is unknown"),
         (6, parallel(2, "type:("), "as in type:transformer|embedding"),
-        (6, parallel(2, "layers:3,2"), "for each of 2 stages, which add up to --num-layers 6"),
+        (6, parallel(2, "layers:3,2"), "2 stages, and their sum must be --num-layers 6"),
         (6, parallel(2, "layers:3,3,0"), "as in layers:3,2,2"),
         (6, parallel(2, "layers:3,x,3"), "as in layers:3,2,2"),
         (6, parallel(3, "layers:3,0,3"), "a number above 0"),

@@ -229,6 +229,17 @@ def test_the_start_that_trained_the_steps_counts(run: FakeRun) -> None:
     assert read_recorded_steps(run.root, 4, 4).start == {"version": "second"}
 
 
+def test_steps_that_were_all_skipped_need_more_steps(run: FakeRun) -> None:
+    lines = run.metrics.read_text().splitlines(keepends=True)
+    run.metrics.write_text("".join(line for line in lines if not re.search(r'n": [56],', line)))
+    skip = {"kind": "skip", "iteration": 5, "details": {"first": 5, "last": 6}}
+    event = json.dumps({"time": STARTED.isoformat(), **skip})
+    (run.root / CHRONICLE).write_text(f"{event}\n")
+    with pytest.raises(TooFewStepsError, match="from 5 to 6 were skipped; give more --steps"):
+        read_recorded_steps(run.root, 4, 2)
+    assert [*read_recorded_steps(run.root, 4, 3).steps] == [7]
+
+
 def test_a_script_is_refused() -> None:
     """It could leave out the flags that keep the rehearsal from the folder of the run."""
     assert find_program(["torchrun", "--nproc-per-node", "2", "a/pretrain_gpt.py", "--lr"]) == 4

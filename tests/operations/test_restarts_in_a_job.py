@@ -245,10 +245,20 @@ def test_spare_node_replaces_a_lost_one(slurm: Path) -> None:
     assert "--nodes=3 --ntasks=3 --nodelist=n1,n3,n4" in job.steps()[-1]
 
 
-def test_job_with_too_few_nodes_needs_a_person(slurm: Path) -> None:
+@pytest.mark.parametrize(
+    ("limits", "needed"),
+    [
+        ({"train_nodes": 5}, "--train-nodes 5"),
+        ({"train_nodes": 6, "fewer_nodes": 5}, "--fewer-nodes 5"),
+        ({"fewer_nodes": 5}, "--fewer-nodes 5"),
+    ],
+)
+def test_job_with_too_few_nodes_needs_a_person(
+    limits: dict[str, Any], needed: str, slurm: Path
+) -> None:
     job = FakeJob(slurm, [COMPLETE])
-    assert job.run(train_nodes=5) == TaskOutcome.NEEDS_PEOPLE
-    assert "--train-nodes 5" in job.alerts[0]
+    assert job.run(**limits) == TaskOutcome.NEEDS_PEOPLE
+    assert f"{needed} must be at most the number of nodes of the job, which is 4" in job.alerts[0]
 
 
 TRAIN = shlex.split(

@@ -137,9 +137,10 @@ def check_varlen_attention(settings: ConfigWithOrigin) -> Iterator[Finding]:
     width = shape.head_dim
     if width % _VARLEN_HEAD_MULTIPLE or not shape.value_dim <= width <= _VARLEN_LARGEST_HEAD:
         yield error(
-            f"{flag}: the width of a head is {width}, but its kernel needs a multiple of "
-            f"{_VARLEN_HEAD_MULTIPLE} that is at most {_VARLEN_LARGEST_HEAD}, and values that are "
-            f"not wider. Set it with --kv-channels or --qk-head-dim, or leave out {flag}."
+            f"{flag}: the width of a head is {width}, and that of its values {shape.value_dim}, "
+            f"but its kernel needs a multiple of {_VARLEN_HEAD_MULTIPLE} that is at most "
+            f"{_VARLEN_LARGEST_HEAD}, and values that are not wider. Set them with --kv-channels, "
+            f"or --qk-head-dim and --v-head-dim, or leave out {flag}."
         )
 
 

@@ -155,8 +155,8 @@ def _list_limits_and_helpers(
             "hang limit",
             f"auto: {SLOWEST_FACTOR:g} x the slowest so far + {PART_SECONDS:g} s in a step, "
             f"+ {PHASE_SECONDS:g} s elsewhere",
-            f"{format_duration(FIRST_SECONDS)} while a rank works in the first of a kind, the "
-            "start, a compilation, a recording of graphs; a warning at the limit, the end at twice",
+            f"{format_duration(FIRST_SECONDS)} for the first of a kind, the start, a compilation "
+            "or recording of graphs, while a rank works; a warning at the limit, the end at twice",
         )
     if hang_timeout is not None:
         yield (

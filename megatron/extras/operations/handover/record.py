@@ -198,7 +198,7 @@ def _find_gap(
             "keeps a checkpoint with enough recorded steps"
         )
     if not found:
-        return f"all iterations from {first} to {last} were skipped"
+        return f"all iterations from {first} to {last} were skipped; give more --steps"
     # The samples of the first step follow those of the checkpoint, or the record is another run's.
     step = found[min(found)]
     consumed, batch = step.get("consumed_samples", 0), step.get("global_batch_size", 0)

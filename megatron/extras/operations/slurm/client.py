@@ -60,10 +60,11 @@ class Allocation:
         counts = parse_tasks_per_node(os.environ.get("SLURM_TASKS_PER_NODE", ""), len(hosts))
         self._tasks = dict(zip(hosts, counts, strict=True))
         self._present = hosts
-        if (self._least or self.complete) > len(hosts):
+        flag = "--fewer-nodes" if self._least else "--train-nodes"
+        if (needed := self._least or self.complete) > len(hosts):
             raise OperationsError(
-                f"--train-nodes {self._train_nodes} must be at most the number of nodes of the "
-                f"job, which is {len(hosts)}; change it, sbatch --nodes, or --fewer-nodes"
+                f"{flag} {needed} must be at most the number of nodes of the job, which is "
+                f"{len(hosts)}; change it, sbatch --nodes, or --fewer-nodes"
             )
 
     def shrink(self, nodes: int) -> None:

@@ -65,6 +65,8 @@ class Stopwatch:
         self._hang_timeout = hang_timeout
         self._longest_tick = 4 * interval
         self._last: float | None = None
+        # A limit that was found for a phase must not become that of the next one.
+        self._lock = threading.Lock()
         self._work: list[str] = []
         self._worked_at = 0.0
         """Seconds of the phase at which a thread was last seen to work."""
@@ -76,6 +78,8 @@ class Stopwatch:
         """Seconds for which the phase or part has lasted."""
         self.limit = 0.0
         """Seconds that it may take."""
+        self.own_limit = 0.0
+        """Seconds that it may take, whatever the other ranks do."""
         self.silent_limit = 0.0
         """Seconds that it may take if a rank publishes nothing."""
         self._begin()
@@ -88,7 +92,8 @@ class Stopwatch:
         """
         if self._count() != self.number:
             self._record()
-            self._begin()
+            with self._lock:
+                self._begin()
         elif self._last is not None:
             # A long gap between two calls means that this process was suspended.
             self.seconds += min(now - self._last, self._longest_tick)
@@ -108,10 +113,11 @@ class Stopwatch:
             number: The number of the phase.
             seconds: The time that it may take.
         """
-        if number != self.number:
-            return False
-        self.limit = seconds if self.is_first else max(self.limit, seconds)
-        return True
+        with self._lock:
+            if number != self.number:
+                return False
+            self.limit = seconds if self.is_first else max(self.limit, seconds)
+            return True
 
     def is_idle(self, threads: Iterable[threading.Thread]) -> bool:
         """Return whether none of these threads has worked for long. Call it again and again.
@@ -146,7 +152,7 @@ class Stopwatch:
         self._iteration = self._progress.iteration
         self._first = self._first or self._iteration
         self.seconds = 0.0
-        self.silent_limit = self.limit = self._find_limit()
+        self.silent_limit = self.limit = self.own_limit = self._find_limit()
         self.is_first = self._hang_timeout is None and self.limit == FIRST_SECONDS
         """Whether it is the first of its kind, so that nothing shows how long it takes."""
         self.quiet_seconds = 0.0

@@ -155,7 +155,8 @@ _BEATS = 2.5
 """A rank that publishes nothing in the time of this many heartbeats does not run."""
 _RANKS_PER_BEAT = 4000
 """With more ranks, heartbeats are rarer than one in BEAT_SECONDS, because one store gets all."""
-_OWN_THREADS = ("watchdog", "roll call")
+_REGULAR_THREADS = ("watchdog", "roll call", "lease", "index build")
+"""Threads that run at intervals, also if this rank hangs."""
 _HUNG = "roll_call/hung"
 """The key in the store that is set if no rank has crashed, before the roll is called."""
 FOLDER = "hangs"
@@ -233,8 +234,10 @@ class Watchdog(RollCall):
         # Most phases are over before anybody asks.
         if watch.seconds > BEAT_SECONDS and is_compiling():
             limit = max(limit, FIRST_SECONDS)
-        elif watch.is_first and watch.is_idle(self._list_workers()):
-            limit = watch.silent_limit
+        elif watch.is_first:
+            # A rank that works again gets the time back that the ranks took from it.
+            idle = watch.is_idle(self._list_workers())
+            limit = watch.silent_limit if idle else watch.own_limit
         state = read_state(self._main, self._progress, with_collectives=False)
         state = replace(state, limit=limit)
         store.set(_make_beat_key(self._rank), json.dumps(asdict(state)))
@@ -243,11 +246,16 @@ class Watchdog(RollCall):
 
     def _list_workers(self) -> list[threading.Thread]:
         """Return the threads whose work shows that this rank does not hang."""
-        others = {*_OWN_THREADS}
+        others = {*_REGULAR_THREADS}
         if self._progress.phase.in_threads:
             # It only waits for its thread, and exchanges messages meanwhile.
             others.add(threading.main_thread().name)
-        return [each for each in threading.enumerate() if each.name not in others]
+        # The meter of emissions starts a timer for each of its measurements.
+        return [
+            each
+            for each in threading.enumerate()
+            if each.name not in others and not isinstance(each, threading.Timer)
+        ]
 
     def _read_beat(self, store: dist.Store, rank: int) -> None:
         """Remember the state that a rank has published, if there is one."""
@@ -346,8 +354,13 @@ class Watchdog(RollCall):
         """
         watch = self._stopwatch
         warns = due <= watch.limit
+        # The end comes at twice the limit, and not before the time that a warning has named.
+        least = min(due, watch.limit)
+        # Read now, because the phase may be over when the others have answered.
+        limit = watch.silent_limit if watch.is_first else watch.limit
         patience = max(_BEATS * self._spacing, watch.quiet_seconds)
-        key = f"asked/{self._progress.iteration}/{watch.phase.name}/{warns}/{due:.0f}"
+        # A phase may begin again within the same iteration.
+        key = f"asked/{self._progress.sequence}/{watch.phase.name}/{warns}/{due:.0f}"
         if self._store.add(key, 1) > 1:
             time.sleep(1.5 * patience)
             end = time.monotonic() + 2 * patience
@@ -366,12 +379,9 @@ class Watchdog(RollCall):
             if rank not in before or state.published != before[rank].published
         }
         is_complete = len(live) == len(self._names)
-        limit = watch.silent_limit if watch.is_first else watch.limit
         if is_complete:
             limit = max(state.limit for state in live.values())
-        if warns:
-            # The end comes at twice the limit.
-            limit = max(limit, watch.seconds)
+        limit = max(limit, least)
         self._store.set(f"{key}/limit", repr(limit))
         # The phase may be over.
         if not watch.change_limit(number, limit) or not warns:
