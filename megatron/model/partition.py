@@ -61,6 +61,7 @@ def partition(shape: ModelShape, parallel: ParallelConfig) -> tuple[Stage, ...]:
     method = parallel.pp_partition_method
     ends = 0.0
     if method is not None:
+        method = method.lower()
         if method.startswith(GIVEN_SIZES):
             return _make_stages([0, *accumulate(_read_sizes(method, layers, ranks))])
         ends = _weigh_ends(shape, method)
@@ -167,7 +168,6 @@ def _weigh_ends(shape: ModelShape, method: str) -> float:
     "uniform" counts layers. "type:transformer|embedding" also counts each of the two ends as a
     layer. "parameters" counts parameters.
     """
-    method = method.lower()
     if method == "parameters":
         words = flops.count_word_embedding_parameters(shape)
         ends = flops.count_first_stage_extra_parameters(shape) + flops.count_norm_parameters(shape)

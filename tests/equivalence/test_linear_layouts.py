@@ -10,7 +10,7 @@ document has the output beta (q k) v, and after its norm only the sign of q k is
 settings, and in fp32 with settings that need fewer digits to 1e-5.
 
 In fp64, the bound is 1e-9 in the first three steps. Training amplifies rounding there too: in one
-process, a rate that differs in its last digit changes the gradient norm of step 10 by 7e-10, and
+process, another last digit of the learning rate changes the gradient norm of step 10 by 7e-10, and
 by 8e-9 with Muon. So later steps have the bound of 1e-5.
 """
 

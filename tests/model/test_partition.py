@@ -126,6 +126,8 @@ def test_given_sizes_are_those_of_the_stages():
     stages = partition(shape(9), parallel(4, "layers:1,4,2,2"))
     assert counts(stages) == (1, 4, 2, 2)
     assert_every_layer_is_on_one_stage(stages, 9)
+    # As with the other methods, capital letters mean the same.
+    assert partition(shape(9), parallel(4, "Layers:1,4,2,2")) == stages
 
 
 def test_a_heavy_embedding_leaves_a_layer_for_each_stage():

@@ -194,7 +194,7 @@ def test_the_search_proposes_float8_only_if_it_is_allowed():
 @pytest.mark.parametrize(
     ("flags", "hardware", "reason"),
     [
-        ("", "a100-80g", "a100-80g has no such products"),
+        ("", "a100-80g", "a100-80g has no float8 products"),
         (
             "--experimental-attention-variant gated_delta_net --linear-attention-freq 2",
             "h100",

@@ -58,7 +58,7 @@ def test_layers_and_matrices_that_are_left_out_are_named(
 @pytest.mark.parametrize(
     ("own", "more", "row"),
     [
-        (["--hardware", "a100"], [], "a100-80g has no such products"),
+        (["--hardware", "a100"], [], "a100-80g has no float8 products"),
         (["--hardware", "h100"], ["--fp8-emulate"], "emulated"),
     ],
 )
@@ -87,7 +87,7 @@ def test_the_search_proposes_float8_if_it_is_allowed(capsys: pytest.CaptureFixtu
     assert again["seconds_per_iteration"] == pytest.approx(best["seconds"])
     assert best["seconds"] < plain[0]["seconds"]
     assert plan.main([*OWN, "--allow-fp8", "--hardware", "a100", "--", *words]) == 2
-    assert "a100-80g has no such products" in capsys.readouterr().err
+    assert "a100-80g has no float8 products" in capsys.readouterr().err
 
 
 def explain(capsys: pytest.CaptureFixture[str], text: str, *words: str) -> dict[str, Any]:

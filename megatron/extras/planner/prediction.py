@@ -98,7 +98,7 @@ def describe_device(hardware: Hardware) -> KernelDevice:
 def find_float8_obstacle(config: Config, hardware: Hardware) -> str:
     """Return why float8 is not predicted, or an empty text."""
     if hardware.float8_tflops is None:
-        return f"{hardware.name} has no such products"
+        return f"{hardware.name} has no float8 products"
     if "gated_delta_net" in config.model.attention_kinds:
         return "the model of costs has no float8 for gated delta nets"
     return ""

@@ -233,7 +233,7 @@ def warn_about_pipeline(context: PlanContext) -> Iterator[Finding]:
         return
     layers = [len(stage.layers) for stage in stages]
     # With these methods, stages are uneven on purpose.
-    on_purpose = re.search(f"embedding|{GIVEN_SIZES}", parallel.pp_partition_method or "")
+    on_purpose = re.search(f"(?i)embedding|{GIVEN_SIZES}", parallel.pp_partition_method or "")
     if len(set(layers)) > 1 and not on_purpose:
         yield warning(
             f"{context.describe('model.num_layers')} "

@@ -113,7 +113,7 @@ def _add_float8(plan: Plan, hardware: Hardware) -> Plan:
     """Return the plan with float8.
 
     Raises:
-        ConfigError: The trainer refuses it, or the hardware has no such products.
+        ConfigError: The trainer refuses it, or the planner does not predict it.
     """
     config = replace(plan.config, precision=propose_float8(plan.config))
     problems = list_errors(check_float8(ConfigWithOrigin(config, {})))

@@ -594,7 +594,7 @@ def _choose_layers(plan: Plan, values: Values, world_size: int) -> Plan:
             # Both kinds of layers. Of those with attention, the pattern above chooses the first.
             chosen = [str(int(number % 3 == 0)) for number in range(layers)]
             values["model.linear_attention_freq"] = f"[{','.join(chosen)}]"
-        if (plan.config.parallel.pp_partition_method or "").startswith(GIVEN_SIZES):
+        if (plan.config.parallel.pp_partition_method or "").lower().startswith(GIVEN_SIZES):
             sizes = [layers // stages + (number < layers % stages) for number in range(stages)]
             values["parallel.pp_partition_method"] = GIVEN_SIZES + ",".join(map(str, sizes))
         plans.append(resolve(build_config(values), world_size))
