@@ -37,7 +37,7 @@ from megatron.base.durable import sync_folder
 from megatron.base.errors import DataError
 from megatron.base.outside_file import SETTINGS_BYTES, load_json, open_regular
 from megatron.base.plain_text import print_to_stderr
-from megatron.data.background import BLOCK, Background
+from megatron.data.background import BLOCK, Background, digest_blocks
 from megatron.data.building import Log, Temporaries, only_builder, remove_abandoned
 
 Arrays = dict[str, NDArray]
@@ -102,11 +102,8 @@ class MappedArray:
 
         The file is read at the pace of a background check.
         """
-        digest = xxhash.xxh3_128()
         with self._file:
-            for block in background.read(self._file.fileno(), self._begin, self._size):
-                digest.update(block)
-        return digest.hexdigest()
+            return digest_blocks(background.read(self._file.fileno(), self._begin, self._size))
 
     def close_file(self) -> None:
         """Close the file. The array stays mapped."""
@@ -161,10 +158,7 @@ def sampled_digest(array: NDArray) -> str:
 def whole_digest(array: NDArray) -> str:
     """Return xxh3_128 of all bytes, as `MappedArray.whole_digest` does."""
     raw = array.reshape(-1).view(np.uint8)
-    digest = xxhash.xxh3_128()
-    for start in range(0, raw.size, BLOCK):
-        digest.update(raw[start : start + BLOCK].data)
-    return digest.hexdigest()
+    return digest_blocks(raw[start : start + BLOCK].data for start in range(0, raw.size, BLOCK))
 
 
 def _read_header(file: BinaryIO) -> tuple[np.dtype, tuple[int, ...], int]:

@@ -26,9 +26,8 @@ from megatron.engine.base import (
     StepResult,
     Vote,
 )
-from megatron.engine.describe import list_kernels
 from megatron.engine.engine_base import EngineBase
-from megatron.engine.invariants import Replica
+from megatron.engine.invariants import Replica, add_over_tensor_ranks
 from megatron.engine.layer_statistics import LayerRecorder
 from megatron.engine.muon import Muon
 from megatron.engine.optimizer import (
@@ -41,7 +40,6 @@ from megatron.engine.optimizer import (
     count_zeros,
 )
 from megatron.engine.parallelize import RankStage, shard_offset
-from megatron.engine.replicated_gradients import add_over_tensor_ranks
 from megatron.engine.runner import build_runner
 from megatron.model.experts.routing import LOSSES, get_span, list_balance, list_routers
 from megatron.model.fused_operators import FusedOperators
@@ -198,6 +196,7 @@ class NativeEngine(EngineBase):
         fp32 tensor.
         """
         masters = []
+        config = self._plan.config.optimizer
         for name, parameter in stage.model.named_parameters():
             spec = stage.specs[name]
             local = self._get_local_tensor(parameter.detach())
@@ -208,21 +207,12 @@ class NativeEngine(EngineBase):
             # A DTensor has the shape of the parameter before FSDP2 sharded it, which is the
             # tensor-parallel shard.
             offset = self._compute_offset(spec, tuple(parameter.shape))
+            weight = nn.Parameter(local, requires_grad=False)
+            global_name = spec.get_global_name(name)
+            scaling = compute_scaling(global_name, spec, self._plan.shape, config)
+            decays = config.weight_decay_on_embeddings
             masters.append(
-                MasterParameter(
-                    spec.get_global_name(name),
-                    spec,
-                    offset,
-                    parameter,
-                    nn.Parameter(local, requires_grad=False),
-                    self._plan.config.optimizer.weight_decay_on_embeddings,
-                    compute_scaling(
-                        spec.get_global_name(name),
-                        spec,
-                        self._plan.shape,
-                        self._plan.config.optimizer,
-                    ),
-                )
+                MasterParameter(global_name, spec, offset, parameter, weight, decays, scaling)
             )
         return masters
 
@@ -644,9 +634,8 @@ class NativeEngine(EngineBase):
                 f"{format_count(sharding.copies, 'copy', 'copies')} of the model, each on "
                 f"{format_count(sharding.size, rank)}",
             )
-        pipelined = "torch.distributed.pipelining"
         return [
-            *list_kernels(self._plan, self._mesh, self._execution, self._loss_scale, pipelined),
+            *self._list_kernels("torch.distributed.pipelining"),
             self._optimizer.description,
             ("sharding", *shown),
         ]

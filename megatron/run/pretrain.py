@@ -176,9 +176,8 @@ def train_and_record(run: Run, start_seconds: float, parts: Parts) -> None:
         details = {**describe_error(error), **run.replay.finish()}
         run.reporter.record("stop", details, at_close=True)
         raise
-    if stop == StopReason.NONE:
-        reason = "complete"
-    else:
+    reason = "complete"
+    if stop != StopReason.NONE:
         reason = stop.name.lower().replace("_", " ")
     # The last save and evaluation come after the last iteration.
     phases = run.timers.take()

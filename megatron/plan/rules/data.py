@@ -170,10 +170,9 @@ def check_end_of_document_is_known(settings: ConfigWithOrigin) -> Iterator[Findi
     wanted = [dotted for dotted in DOCUMENT_FLAGS if settings[dotted]]
     tokenizer = settings.config.tokenizer
     # A tokenizer needs all of its files, so one that is missing makes the id unknown.
+    files = [tokenizer.tokenizer_name_or_path]
     if tokenizer.has_two_files:
         files = [tokenizer.vocab_file, tokenizer.merge_file]
-    else:
-        files = [tokenizer.tokenizer_name_or_path]
     if wanted and None in files:
         yield error(
             f"{settings.describe(*wanted)} must have the tokenizer of the data, because the id of "

@@ -292,9 +292,8 @@ def start_run(
         kernels = None if saved is None else saved.kernels
         plan = choose_run_kernels(plan, job.state, kernels, ranks, mesh.device, kind, log)
         engine = build_engine(plan, mesh, timers, before_update, kind)
-        if job.checkpoint is None:
-            wrong = None
-        else:
+        wrong = None
+        if job.checkpoint is not None:
             wrong = load_engine(engine, job.checkpoint, job.plan.config, mesh, store, parts)
         if wrong is None:
             return build_run(
