@@ -35,7 +35,6 @@ ALLOWED = {
     "megatron/base/code_version.py": ("open", _OWN),
     "megatron/checkpoint/lease.py": ("read_text", _KERNEL),
     "megatron/config/presets.py": ("read_text", _OWN),
-    "megatron/data/array_file.py": ("os.open", _WRITES),
     "megatron/data/building.py": ("os.open", _WRITES),
     "megatron/data/cache.py": ("os.open", _WRITES),
     "megatron/observe/metrics.py": ("os.open", _WRITES),

@@ -15,7 +15,7 @@ import torch
 
 from megatron.config.fields import build_config
 from megatron.config.model import AttentionKind
-from megatron.engine import describe
+from megatron.engine import engine_base
 from megatron.extras.planner.verify.reduction import reduce_plan
 from megatron.extras.step.deepspeed.kind import DEEPSPEED
 from megatron.model.execution import Execution
@@ -109,7 +109,7 @@ def name_attention(device: str, **options: Any) -> str:
     """Return the row of the start's table for latent attention."""
     mesh = Mock(device=torch.device(device))
     plan = make_plan("latent", **{"model.attention_dropout": 0.0})
-    return describe._describe_attention(plan, mesh, Execution(**options))[0]
+    return engine_base._describe_attention(plan, mesh, Execution(**options))[0]
 
 
 def test_the_table_names_padded_values() -> None:

@@ -65,10 +65,9 @@ def read_commit(git: Path) -> str | None:
         name = head.removeprefix("ref:").strip()
         # A work tree has its own HEAD, and most branches are in the common directory.
         common = git / "commondir"
+        root = git
         if common.is_file():
             root = (git / load_text(common).strip()).resolve()
-        else:
-            root = git
         for folder in (git, root):
             if (folder / name).is_file():
                 return load_text(folder / name).strip()

@@ -100,20 +100,18 @@ def host_io_error(error: BaseException) -> int | None:
 
     None if there is no such error, or if it cannot be a fault of this host alone.
     """
+    faults = _DEVICE_OR_MOUNT | _LOCAL_DISK
     if isinstance(error, CheckpointError):
         faults = _DEVICE_OR_MOUNT
-    else:
-        faults = _DEVICE_OR_MOUNT | _LOCAL_DISK
     # The chain of causes is the one that a traceback prints. An error raised `from None` hides its
     # context on purpose.
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in faults:
             return cause.errno
+        context = cause.__context__
         if cause.__suppress_context__:
             context = None
-        else:
-            context = cause.__context__
         cause = cause.__cause__ or context
     return None
 

@@ -2,7 +2,7 @@
 
 Every rank writes the shards that it owns into a new folder `global_stepN.unfinished`. Then rank 0
 renames the folder to `global_stepN` and moves the pointers to it (the files `latest` and
-`latest_checkpointed_iteration.txt`), see `publish.py`. The checkpoint is called safe from then on.
+`latest_checkpointed_iteration.txt`), see `Publisher`. The checkpoint is called safe from then on.
 
 Invariants:
 
@@ -37,10 +37,11 @@ from megatron.checkpoint.finite import describe_not_finite, gather_not_finite
 from megatron.checkpoint.folder import UNFINISHED, remove, step_folder
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.lineage import Lineage
-from megatron.checkpoint.publish import Published, Publisher
 from megatron.checkpoint.shard_file import WrittenFile, record_event, select_own_shards
 from megatron.checkpoint.stages import (
     SMALL_FILES,
+    Published,
+    Publisher,
     SaveInProgress,
     SaveStage,
     SaveStages,
@@ -225,9 +226,8 @@ class Saver:
         if self._config.async_save:
             how = "written while training continues"
         keep = self._config.keep_latest_checkpoints
-        if keep is None:
-            kept = "all are kept"
-        else:
+        kept = "all are kept"
+        if keep is not None:
             kept = f"the newest {keep} are kept"
         shortage = "; THERE IS NO ROOM: saves will fail"
         if room > 0:

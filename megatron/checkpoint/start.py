@@ -476,9 +476,8 @@ def agree_on_damage(
         CheckpointError: On every rank, if rank 0 finds the file intact or cannot read it. The fault
             is then in one host and not in the checkpoint, so no checkpoint may be given up for it.
     """
-    if own_damage is None:
-        own_damage_as_json = None
-    else:
+    own_damage_as_json: list[Any] | None = None
+    if own_damage is not None:
         own_damage_as_json = [ranks.rank, str(own_damage), own_damage.file]
     found = [damage for damage in ranks.gather(own_damage_as_json) if damage is not None]
     if not found:

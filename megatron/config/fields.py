@@ -281,10 +281,9 @@ def _make_field(dotted: str, hint: typing.Any, item: "dataclasses.Field[typing.A
     declared_range = None
     if typing.get_origin(hint) is typing.Annotated:
         hint, declared_range = typing.get_args(hint)
+    options = (hint,)
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         options = typing.get_args(hint)
-    else:
-        options = (hint,)
     optional = type(None) in options
     # A union of one type is that type itself, so `int | None` becomes `int` and `int | str | None`
     # becomes `int | str`.

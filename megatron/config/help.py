@@ -115,10 +115,9 @@ def _make_help_class(only: str | None) -> type:
 def _add_help(field: Field) -> Any:
     """Return the field's type, annotated with its text."""
     metavar, text, hint = format_help_line(field)
+    annotation = field.annotation
     if field.optional and not field.is_switch:
         annotation = field.annotation | None
-    else:
-        annotation = field.annotation
     return Annotated[
         annotation, tyro.conf.arg(help=text, metavar=metavar or None, help_behavior_hint=hint)
     ]
@@ -145,9 +144,8 @@ def format_help_line(field: Field) -> tuple[str, str, str]:
     A part is empty if there is nothing to show.
     """
     many = field.arity == "*" and ("INT ..." if field.annotation == tuple[int, ...] else "STR ...")
-    if field.is_bool:
-        metavar = ""
-    else:
+    metavar = ""
+    if not field.is_bool:
         metavar = many or find_metavar(field)
     if field.required:
         hint = "(required)"

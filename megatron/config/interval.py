@@ -17,14 +17,12 @@ class Range:
     def contains(self, value: float) -> bool:
         """Return whether the value is inside. nan is in no range."""
         low, high = self.parse_bounds()
+        above = value > low
         if self.interval.startswith("["):
             above = value >= low
-        else:
-            above = value > low
+        below = value < high
         if self.interval.endswith("]"):
             below = value <= high
-        else:
-            below = value < high
         # All comparisons with nan are false.
         return above and below
 

@@ -101,10 +101,9 @@ def read_argv(argv: Sequence[str], translator: Translator | None = None) -> Comm
             continue
         typed, equals, attached = token.partition("=")
         flag = normalise_flag(typed)
+        values = []
         if equals:
             values = [attached]
-        else:
-            values = []
         if flag in ("-h", "--help"):
             line.help = True
             values += _take(tokens, 1, len(values))
@@ -309,10 +308,9 @@ def _suggest_flag(flag: str, translator: Translator | None) -> str:
     """Return the end of a message about an unknown flag."""
     known = [*list_known_flags(), "--config", "--preset", "--list-presets"]
     # Up to four characters, as in --lr, are the start of too many flags to be a useful hint.
+    started = []
     if len(flag) > 4:
         started = [name for name in known if name.startswith(flag)]
-    else:
-        started = []
     if flag in _OTHER_NAMES:
         return f"; {_OTHER_NAMES[flag]}."
     close = started[:3] or find_close_names(flag, known, most=2, cutoff=0.7)

@@ -103,9 +103,8 @@ def read_chosen_preset(
     try:
         return dict(read_preset(choice.value).values), []
     except ValueError as error:
-        if choice.origin.startswith("-"):
-            note = ""
-        else:
+        note = ""
+        if not choice.origin.startswith("-"):
             note = f" ({choice.origin})"
         return {}, [f"--preset {choice.value}{note} {error}."]
 

@@ -9,7 +9,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+
+import xxhash
 
 BLOCK = 4 << 20
 """Bytes that are read at once."""
@@ -17,6 +19,14 @@ BLOCK = 4 << 20
 _LOWEST_PRIORITY = 19
 _CLOSING_SECONDS = 10.0
 """`close` does not wait longer than this for a read that does not return."""
+
+
+def digest_blocks(blocks: Iterable[bytes | memoryview]) -> str:
+    """Return xxh3_128 of all bytes, as `xxh128sum` prints it."""
+    digest = xxhash.xxh3_128()
+    for block in blocks:
+        digest.update(block)
+    return digest.hexdigest()
 
 
 class CancelledReadError(Exception):

@@ -21,13 +21,14 @@ import stat
 import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from megatron.base.outside_file import POINTER_BYTES, load_json, open_regular
-from megatron.data.background import BLOCK, Background
+from megatron.data.background import BLOCK, Background, digest_blocks
 from megatron.data.building import Temporaries
 
 SMALL_BYTES = 1 << 30
@@ -223,11 +224,9 @@ class ContentDigests:
 
     def _read_slowly(self, path: Path) -> str:
         """Return the digest of a file, read at the pace of a background check."""
-        digest = xxhash.xxh3_128()
         with open_regular(path) as file:
-            for block in self._background.read(file.fileno(), 0, os.fstat(file.fileno()).st_size):
-                digest.update(block)
-        return digest.hexdigest()
+            size = os.fstat(file.fileno()).st_size
+            return digest_blocks(self._background.read(file.fileno(), 0, size))
 
 
 def digest_of_file(path: Path) -> str:
@@ -236,11 +235,8 @@ def digest_of_file(path: Path) -> str:
     Raises:
         OSError: the file cannot be read.
     """
-    digest = xxhash.xxh3_128()
     with open_regular(path) as file:
         with contextlib.suppress(OSError):
             # Only a hint for reading ahead, which some file systems reject.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        while block := file.read(BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return digest_blocks(iter(partial(file.read, BLOCK), b""))

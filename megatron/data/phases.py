@@ -331,10 +331,9 @@ def _plan_phase(phase: DataPhase, steps: Steps, position: Progress) -> PlannedPh
         started = (phase.from_iteration or 1) <= position.iteration + 1
     # For a phase that has started, this estimate is enough. The checkpoint records the real start,
     # and a resume keeps it.
+    start = position
     if started:
         start = Progress()
-    else:
-        start = position
     if phase.from_tokens is not None:
         at = steps.find_tokens(start, phase.from_tokens)
     else:

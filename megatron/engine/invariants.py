@@ -13,10 +13,14 @@ on all ranks.
 A check costs two sums over the bits of each tensor, one small message in each group, and one over
 all ranks. The size of a difference is computed only where there is one. The cost is justified. In
 one case layer norms had drifted for 17,000 iterations before it was noticed.
+
+One cause of a drift is avoided in `add_over_tensor_ranks`. Each tensor-parallel rank reduces its
+gradients over data-parallel ranks of its own. NCCL may add them up in another order there, so the
+sums of a replicated parameter may differ in the last bit.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -26,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.base.errors import TrainingError
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.mesh import Mesh, TensorParallel
 from megatron.parallel.messages import gather_json
 from megatron.parallel.shard import Kind
 
@@ -143,9 +147,8 @@ class InvariantChecker:
             repaired += lines
             if not repair:
                 break
-        if last_good is None:
-            since = ""
-        else:
+        since = ""
+        if last_good is not None:
             since = f"; the check after iteration {last_good} found no difference"
         rollback = "roll back to a checkpoint" + (
             "" if last_good is None else f" of iteration {last_good} or earlier"
@@ -277,3 +280,36 @@ def _shorten_list(lines: list[str], what: str) -> list[str]:
     if more <= 0:
         return lines
     return [*lines[:_SHOWN], f"and {more} more {what}"]
+
+
+def add_over_tensor_ranks(
+    partial: Sequence[Tensor], replicated: Sequence[Tensor], tp: TensorParallel
+) -> None:
+    """Make the gradients of replicated parameters equal on all tensor-parallel ranks, bit for bit.
+
+    They change in place.
+
+    One all-reduce sends all of them, because most are small. A number of any rank that is not
+    finite gives a number on all ranks that is not finite.
+
+    Args:
+        partial: Gradients that cover only this rank's slice of the sequence, or its heads or
+            channels. They become the sum over the ranks.
+        replicated: Gradients that should be equal already. They become those of the first rank.
+        tp: The tensor-parallel ranks.
+    """
+    # A rank may hold no element of a small parameter.
+    gradients = [gradient for gradient in (*partial, *replicated) if gradient.numel()]
+    if tp.size == 1 or not gradients:
+        return
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    if tp.rank != 0:
+        own = flat[sum(gradient.numel() for gradient in partial) :]
+        # The first rank's value plus -0.0 is its value, bit for bit. 0 x inf is nan, so an
+        # infinity on this rank is not lost.
+        own.mul_(0.0).abs_().neg_()
+    with tp.comm_timer():
+        dist.all_reduce(flat, group=tp.group)
+    sizes = [gradient.numel() for gradient in gradients]
+    for gradient, summed in zip(gradients, flat.split(sizes), strict=True):
+        gradient.copy_(summed.view_as(gradient))

@@ -39,9 +39,8 @@ class LossScale:
         """Start with the static or the initial scale of `config`."""
         self._config = config
         self._dynamic = config.loss_scale is None
-        if config.loss_scale is None:
-            self.scale = config.initial_loss_scale
-        else:
+        self.scale = config.initial_loss_scale
+        if config.loss_scale is not None:
             self.scale = config.loss_scale
         """The factor that the next step's loss is multiplied by."""
         self._good_steps = 0

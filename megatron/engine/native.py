@@ -21,14 +21,13 @@ from megatron.data.batches import Microbatch
 from megatron.engine.ademamix import AdEMAMix
 from megatron.engine.base import (
     Accept,
+    ExpertStatistics,
     StepOutcome,
     StepResult,
     Vote,
 )
-from megatron.engine.describe import list_kernels
 from megatron.engine.engine_base import EngineBase
-from megatron.engine.expert_state import ExpertState
-from megatron.engine.invariants import Replica
+from megatron.engine.invariants import Replica, add_over_tensor_ranks
 from megatron.engine.layer_statistics import LayerRecorder
 from megatron.engine.muon import Muon
 from megatron.engine.optimizer import (
@@ -41,15 +40,95 @@ from megatron.engine.optimizer import (
     count_zeros,
 )
 from megatron.engine.parallelize import RankStage, shard_offset
-from megatron.engine.replicated_gradients import add_over_tensor_ranks
 from megatron.engine.runner import build_runner
+from megatron.model.experts.routing import LOSSES, get_span, list_balance, list_routers
 from megatron.model.fused_operators import FusedOperators
+from megatron.model.gpt import GPT
 from megatron.model.inputs import Inputs
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.parameter_spec import ParameterSpec
 from megatron.parallel.shard import Kind, TensorShard
 from megatron.parallel.torch_private import foreach_copy_, foreach_mul_
 from megatron.plan.run_plan import Plan
+
+
+class ExpertState:
+    """What this rank's routers keep: counts of a step, and the bias that balances experts.
+
+    A model without experts has none.
+
+    The invariant: the bias is the same on all ranks of a stage. It changes once in an applied step,
+    by the choices of the complete step (https://arxiv.org/abs/2408.15664). Nothing else changes it.
+    """
+
+    def __init__(self, stages: Sequence[GPT], plan: Plan, mesh: Mesh) -> None:
+        """Find the routers of this rank's stages."""
+        self._routers = [router for stage in stages for router in list_routers(stage)]
+        self._layers = sorted(plan.shape.expert_layers)
+        self._experts = plan.config.model.num_experts or 0
+        self._loss = plan.config.loss
+        self._mesh = mesh
+
+    def begin_step(self) -> None:
+        """Forget the counts of the step before."""
+        for router in self._routers:
+            router.begin_step()
+
+    def end_step(self, microbatches: int, *, applied: bool) -> ExpertStatistics | None:
+        """Return the statistics of a step, and update the bias. All ranks call it together.
+
+        Args:
+            microbatches: This rank's number of microbatches.
+            applied: Whether the step has updated the weights.
+        """
+        if not self._layers:
+            return None
+        # Layers of other stages stay 0, so the sum over all ranks is right.
+        sums = torch.zeros(
+            (len(self._layers), 2 * self._experts + LOSSES),
+            dtype=torch.float64,
+            device=self._mesh.device,
+        )
+        for router in self._routers:
+            row = self._layers.index(router.layer)
+            sums[row] = torch.cat((router.counts, router.sums))
+        if self._mesh.grid.world_size > 1:
+            with self._mesh.tensor_parallel.comm_timer():
+                dist.all_reduce(sums)
+        counts, losses, scores = sums.split((self._experts, LOSSES, self._experts), dim=1)
+        if applied:
+            self._update_biases(counts)
+        # Each is a mean over microbatches. The ranks of a microbatch have a term of it each.
+        means = losses / (microbatches * self._mesh.grid.data)
+        if get_span(self._loss) is None:
+            # No microbatch is balanced, so this is the loss of the step. It has the same choices
+            # and scores on each layout.
+            shares, parts = (x / x.sum(dim=1, keepdim=True).clamp(min=1) for x in (counts, scores))
+            means[:, 0] = self._experts * (shares * parts).sum(dim=1)
+        balancing, z_loss, entropy = means.t().tolist()
+        return ExpertStatistics(self._layers, counts.long().tolist(), balancing, z_loss, entropy)
+
+    def _update_biases(self, counts: torch.Tensor) -> None:
+        below = torch.sign(counts.mean(dim=1, keepdim=True) - counts)
+        for router in self._routers:
+            if router.balance.numel():
+                row = below[self._layers.index(router.layer)]
+                router.balance.add_(row.float(), alpha=self._loss.moe_router_bias_update_rate)
+
+    def list_shards(self) -> list[TensorShard]:
+        """Return the biases as tensors of a checkpoint."""
+        ranks = self._mesh.expert_parallel
+        owner = ranks is None or ranks.stage.rank == 0
+        return [shard for router in self._routers for shard in list_balance(router, owner=owner)]
+
+    def list_replicas(self) -> tuple[dist.ProcessGroup | None, list[Replica]]:
+        """Return the group whose ranks have the same biases, with this rank's."""
+        ranks = self._mesh.expert_parallel
+        return (
+            None if ranks is None else ranks.stage.group,
+            [Replica(shard.name, "weight", shard.tensor) for shard in self.list_shards()],
+        )
+
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -117,6 +196,7 @@ class NativeEngine(EngineBase):
         fp32 tensor.
         """
         masters = []
+        config = self._plan.config.optimizer
         for name, parameter in stage.model.named_parameters():
             spec = stage.specs[name]
             local = self._get_local_tensor(parameter.detach())
@@ -127,21 +207,12 @@ class NativeEngine(EngineBase):
             # A DTensor has the shape of the parameter before FSDP2 sharded it, which is the
             # tensor-parallel shard.
             offset = self._compute_offset(spec, tuple(parameter.shape))
+            weight = nn.Parameter(local, requires_grad=False)
+            global_name = spec.get_global_name(name)
+            scaling = compute_scaling(global_name, spec, self._plan.shape, config)
+            decays = config.weight_decay_on_embeddings
             masters.append(
-                MasterParameter(
-                    spec.get_global_name(name),
-                    spec,
-                    offset,
-                    parameter,
-                    nn.Parameter(local, requires_grad=False),
-                    self._plan.config.optimizer.weight_decay_on_embeddings,
-                    compute_scaling(
-                        spec.get_global_name(name),
-                        spec,
-                        self._plan.shape,
-                        self._plan.config.optimizer,
-                    ),
-                )
+                MasterParameter(global_name, spec, offset, parameter, weight, decays, scaling)
             )
         return masters
 
@@ -563,9 +634,8 @@ class NativeEngine(EngineBase):
                 f"{format_count(sharding.copies, 'copy', 'copies')} of the model, each on "
                 f"{format_count(sharding.size, rank)}",
             )
-        pipelined = "torch.distributed.pipelining"
         return [
-            *list_kernels(self._plan, self._mesh, self._execution, self._loss_scale, pipelined),
+            *self._list_kernels("torch.distributed.pipelining"),
             self._optimizer.description,
             ("sharding", *shown),
         ]

@@ -153,8 +153,7 @@ def build_runner(
     from megatron.engine.pipeline_runner import PipelineRunner
 
     # Stages send the residual stream to each other in this dtype.
+    dtype = execution.dtype or torch.float32
     if execution.fp32_residual:
         dtype = torch.float32
-    else:
-        dtype = execution.dtype or torch.float32
     return PipelineRunner(stages, mesh, num_stages=num_stages, dtype=dtype)

@@ -170,10 +170,9 @@ class Block(nn.Module):
         is_fixed = positions.documents is None and positions.context.size == 1
         if self._both_halves is not None and is_fixed:
             return self._both_halves(self, x, positions, dropout_key)
+        attend = Block._attend
         if is_fixed:
             attend = self._first_half
-        else:
-            attend = Block._attend
         x, attended = attend(self, x, positions, dropout_key)
         return self._second_half(self, x, attended, dropout_key, routing)
 

@@ -133,13 +133,10 @@ def draw_normal_slice(
 
     Several threads draw blocks at once. NumPy releases the interpreter's lock meanwhile.
     """
-    rows = global_shape[0]
-    columns = 1
-    if len(global_shape) > 1:
-        columns = global_shape[1]
-    first_row = offset[0]
-    local_rows = local_shape[0]
-    first_column, local_columns = (offset[1], local_shape[1]) if len(global_shape) > 1 else (0, 1)
+    # A vector is a matrix of one column.
+    rows, columns = (*global_shape, 1)[:2]
+    first_row, first_column = (*offset, 0)[:2]
+    local_rows, local_columns = (*local_shape, 1)[:2]
     block_rows = max(1, _BLOCK_ELEMENTS // columns)
     out = np.empty((local_rows, local_columns), dtype=np.float32)
 

@@ -90,9 +90,8 @@ def cross_entropy(
         A scalar in fp32, the same on all tensor-parallel ranks.
     """
     keep_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    if loss_mask is None:
-        mask = None
-    else:
+    mask: Tensor | None = None
+    if loss_mask is not None:
         mask = loss_mask.reshape(-1).float()
     total = _LinearCrossEntropy.apply(
         hidden.flatten(0, 1),

@@ -214,10 +214,9 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             entry.setdefault(group, {})[record["name"]] = record[result]
             continue
         # A start at an iteration, or an iteration that comes again, undoes all later ones.
+        keep = iteration - 1
         if kind == "start":
             keep = iteration
-        else:
-            keep = iteration - 1
         if keep < last:
             entries = {number: entry for number, entry in entries.items() if number <= keep}
         if kind == "train":

@@ -66,12 +66,10 @@ def split_evenly(size: int, tp: TensorParallel) -> int:
     return size // tp.size
 
 
-class ColumnParallelLinear(nn.Module):
-    """Y = X A + b with A = [A_1 .. A_t] sharded by columns.
+class _ParallelLinear(nn.Module):
+    """A layer of which each rank has a shard."""
 
-    Each rank computes its own part of the output features. The weight is stored transposed,
-    [out/t, in], as F.linear takes it.
-    """
+    _make_bias = staticmethod(make_sharded)
 
     def __init__(self, specs: Specs, name: str, tp: TensorParallel) -> None:
         """Create the rank's shard of the layer `name`. See `make_linear_specs`."""
@@ -87,7 +85,15 @@ class ColumnParallelLinear(nn.Module):
         self.weight = make_sharded(specs[f"{name}.weight"], tp)
         self.bias: nn.Parameter | None = None
         if f"{name}.bias" in specs:
-            self.bias = make_sharded(specs[f"{name}.bias"], tp)
+            self.bias = self._make_bias(specs[f"{name}.bias"], tp)
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """Y = X A + b with A = [A_1 .. A_t] sharded by columns.
+
+    Each rank computes its own part of the output features. The weight is stored transposed,
+    [out/t, in], as F.linear takes it.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, in], or [s/t, b, in] with sequence parallelism, to [s, b, out/t].
@@ -188,7 +194,7 @@ class SharedGroupsLinear(nn.Module):
         return weight, bias
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_ParallelLinear):
     """Y = X A + b with A sharded by rows and X by columns.
 
     The ranks' products are added up, and then the bias is added once.
@@ -198,21 +204,7 @@ class RowParallelLinear(nn.Module):
               | A_t |
     """
 
-    def __init__(self, specs: Specs, name: str, tp: TensorParallel) -> None:
-        """Create the rank's shard of the layer `name`. See `make_linear_specs`."""
-        super().__init__()
-        self.tp = tp
-        self.number: Tensor | None = None
-        """The number of a layer whose products add to the weight's gradient in fp32.
-
-        See `weight_gradient.py`.
-        """
-        self.products: Products | None = None
-        """Computes the products in another number format. See `products.py`."""
-        self.weight = make_sharded(specs[f"{name}.weight"], tp)
-        self.bias: nn.Parameter | None = None
-        if f"{name}.bias" in specs:
-            self.bias = make_replicated_outside_region(specs[f"{name}.bias"], tp)
+    _make_bias = staticmethod(make_replicated_outside_region)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [s, b, in/t] to [s, b, out], or to [s/t, b, out] with sequence parallelism.

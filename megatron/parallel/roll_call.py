@@ -114,9 +114,8 @@ class RollCall:
         cause = lost_connection(error)
         if cause is not None:
             raise self._build_error(cause) from error
-        if error is None:
-            left = "it finished"
-        else:
+        left = "it finished"
+        if error is not None:
             left = f"{type(error).__name__}: {error}"
         call_in_thread(lambda: self._leave(left, last=error is None)).join(self._window)
 

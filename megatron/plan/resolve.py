@@ -44,7 +44,7 @@ from megatron.schedule.batch_size import (
     count_iterations_for_samples,
     parse_step_schedule,
 )
-from megatron.schedule.clock import parse_duration
+from megatron.schedule.clock import parse_optional_duration
 from megatron.schedule.curriculum import FOREVER
 from megatron.schedule.lr import LRSchedule
 from megatron.schedule.position import Progress, Steps
@@ -141,7 +141,7 @@ def resolve(
     batch_size = attempt(
         lambda: _build_batch_size(settings, data_parallel_size, position is not None), stand_in
     )
-    train_seconds = attempt(lambda: _parse_train_time(usable), None)
+    train_seconds = attempt(lambda: parse_optional_duration(usable.batch.train_time), None)
     train_iters, train_samples = _find_train_end(usable, batch_size, start)
     # After the end of training, because the default end of the decay is the end of the run.
     lr_schedule = attempt(
@@ -334,18 +334,6 @@ def _find_constant_size(settings: ConfigWithOrigin, data_parallel_size: int) -> 
             "contradicts it; leave one of them out."
         )
     return batch.global_batch_size
-
-
-def _parse_train_time(config: Config) -> float | None:
-    """Return the seconds of --train-time, or None without it.
-
-    Raises:
-        ConfigError: The value is not a duration.
-    """
-    # `megatron.plan.rules` reports an empty text.
-    if not config.batch.train_time:
-        return None
-    return parse_duration(config.batch.train_time)
 
 
 def _find_train_end(

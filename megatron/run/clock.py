@@ -33,7 +33,7 @@ from megatron.schedule.clock import (
     TokenForecast,
     format_duration,
     is_due,
-    parse_duration,
+    parse_optional_duration,
 )
 
 
@@ -205,8 +205,8 @@ class RunClock:
         self._read = read
         self._started = 0.0
         self._budget = None if plan.train_seconds is None else TimeBudget(plan.train_seconds)
-        self._eval_interval = _parse_interval(config.batch.eval_interval_time)
-        self._save_interval = _parse_interval(config.checkpoint.save_interval_time)
+        self._eval_interval = parse_optional_duration(config.batch.eval_interval_time)
+        self._save_interval = parse_optional_duration(config.checkpoint.save_interval_time)
         self.costs = CostMeter(plan, state.costs, sets=sets)
         self.next_step = NextStep()
         """What was decided about the next step."""
@@ -378,10 +378,3 @@ class RunClock:
             if interval is not None:
                 seconds += cost * costs.seconds / interval
         return max(seconds, 1e-9)
-
-
-def _parse_interval(text: str | None) -> float | None:
-    """Return the seconds of an interval, or None without one."""
-    if text is None:
-        return None
-    return parse_duration(text)

@@ -151,10 +151,9 @@ class Exits:
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         # The handler only records the signal. Saving here would run in the middle of a collective,
         # and the other ranks may not have received the signal.
+        one_signal = _REPEATED_SECONDS
         if number == signal.SIGINT:
             one_signal = _REPEATED_KEY_SECONDS
-        else:
-            one_signal = _REPEATED_SECONDS
         first = self._progress.stop_signal
         # Slurm may send SIGUSR1 before the time limit, and SIGTERM at it. The save then still has
         # the 30 s until SIGKILL. So another signal than the first has no effect, except Ctrl-C.

@@ -438,10 +438,9 @@ def read_step(run: Run, step: QueuedStep) -> None:
     run.queued = None
     run.exits.count_votes(result.votes, step.iteration)
     count_step(plan, state, result, step.batch_size, step.seq_length)
+    params_norm: float | None = None
     if plan.config.logging.log_params_norm:
         params_norm = run.engine.compute_parameter_norm()
-    else:
-        params_norm = None
     # The time is that since the same line of the iteration before, see `StepClock`.
     seconds = run.step_clock.finish_iteration()
     run.clock.costs.record_step(seconds, step.batch_size * step.seq_length)

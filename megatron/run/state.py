@@ -77,7 +77,7 @@ class TrainState:
     """State of the spike guard. Empty while it is off, and it is then left out of a checkpoint."""
 
     kernels: dict[str, Any] = field(default_factory=dict)
-    """The type of the GPUs, and the kernels in use. See `run/start/kernel_choice.py`."""
+    """The type of the GPUs, and the kernels in use. See `run/start/resume.py`."""
     dropout_masks: str = ""
     """Name of the formula of dropout masks. See `run/start/resume.py`."""
     base: str = ""

@@ -48,6 +48,14 @@ def parse_duration(text: str) -> float:
     return seconds
 
 
+def parse_optional_duration(text: str | None) -> float | None:
+    """Return the seconds of a duration, or None without one or for an empty text.
+
+    The rules of the configuration report an empty text.
+    """
+    return parse_duration(text) if text else None
+
+
 def format_duration(seconds: float) -> str:
     """Return a duration as text, as in 3 d 4 h, 2 h 30 min, 12 min 5 s or 4.2 s."""
     if seconds < 60:

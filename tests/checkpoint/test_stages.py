@@ -8,9 +8,8 @@ import pytest
 from megatron.base.json_record import restore
 from megatron.checkpoint.digest import FileDigest
 from megatron.checkpoint.lineage import LineageEntry
-from megatron.checkpoint.publish import Published
 from megatron.checkpoint.shard_file import StoredSlice, WrittenFile
-from megatron.checkpoint.stages import StageOutcome, StageResult
+from megatron.checkpoint.stages import Published, StageOutcome, StageResult
 
 WRITTEN = WrittenFile(
     "rank_00001.safetensors",

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from megatron.base.errors import DataError
-from megatron.data import array_file, building
+from megatron.data import building
+from megatron.data import cache as cache_module
 from megatron.data.background import Background
 from megatron.data.cache import IndexCache
 
@@ -123,8 +124,8 @@ def test_a_damaged_entry_is_built_again_with_a_note(built, damage, reason):
 
 
 def test_large_arrays_are_checked_by_samples(built, monkeypatch):
-    monkeypatch.setattr(array_file, "WHOLE_BYTES", 100)
-    monkeypatch.setattr(array_file, "SAMPLE_BYTES", 10)
+    monkeypatch.setattr(cache_module, "WHOLE_BYTES", 100)
+    monkeypatch.setattr(cache_module, "SAMPLE_BYTES", 10)
     built.open("kind", {"seed": 3}, SHAPES, fill)
     built.open("kind", {"seed": 3}, SHAPES, fail_to_build)
 
@@ -399,7 +400,7 @@ def verify(folder):
 @pytest.mark.parametrize("step", [997, pytest.param(1, marks=pytest.mark.full)])
 def test_a_flipped_bit_in_any_block_of_a_large_array_is_found(tmp_path, monkeypatch, step):
     """Samples have 16 bytes, so that the check at the start finds few of the bits."""
-    monkeypatch.setattr(array_file, "SAMPLE_BYTES", 16)
+    monkeypatch.setattr(cache_module, "SAMPLE_BYTES", 16)
     assert verify(tmp_path) == ([], [])
     (file,) = tmp_path.glob("*.npy")
     (manifest,) = tmp_path.glob("*.json")

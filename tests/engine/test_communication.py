@@ -151,7 +151,7 @@ def test_a_step_sends_what_the_formula_counts(
         )
         # One more all-reduce of six fp64 numbers: loss, gradient norm, zeros, and three votes.
         expected = {
-            # On CPUs, an all-gather is a broadcast of each part (`parallel/gloo_shards.py`).
+            # On CPUs, an all-gather is a broadcast of each part (`engine/sharding.py`).
             "broadcast": Collectives(
                 traffic.all_gather.count * shard_size, traffic.all_gather.bytes
             ),

@@ -17,7 +17,7 @@ def add_up(rank_values: list[float]) -> tuple[list[float], list[float]]:
 
     import torch.distributed as dist
 
-    from megatron.engine.replicated_gradients import add_over_tensor_ranks
+    from megatron.engine.invariants import add_over_tensor_ranks
     from megatron.parallel.mesh import TensorParallel
     from megatron.parallel.rendezvous import start_process_group
 

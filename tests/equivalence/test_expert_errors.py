@@ -90,7 +90,7 @@ def route_again() -> Any:
 
 def keep_counts() -> Any:
     """Start a step with the counts of the step before."""
-    from megatron.engine.expert_state import ExpertState
+    from megatron.engine.native import ExpertState
 
     return mock.patch.object(ExpertState, "begin_step", return_value=None)
 

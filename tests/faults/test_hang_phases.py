@@ -69,7 +69,7 @@ EVALUATE = Site("megatron.run.evaluate._sum_over_ranks", "run/", 3, is_long=Fals
 EVALUATION = Site("megatron.run.loop.evaluate_validation", "run/", 3, is_long=False)
 SAVE = Site("megatron.checkpoint.save.Saver._end_stage", "checkpoint/save.py")
 WRITE = Site("megatron.checkpoint.shard_file.write_tensors", "checkpoint/")
-PUBLISH = Site("megatron.checkpoint.publish.Publisher.publish", "checkpoint/stages.py")
+PUBLISH = Site("megatron.checkpoint.stages.Publisher.publish", "checkpoint/stages.py")
 
 
 def break_rank(victim: int, site: Site, fault: str, rank: int) -> None:

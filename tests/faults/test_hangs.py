@@ -275,7 +275,7 @@ def test_rank_whose_files_hang_is_named(
 def test_sleeping_rank_is_named_if_data_parallel_ranks_wait_for_shards(
     layout: str, victim: int, new_job: NewJob
 ) -> None:
-    """On CPUs, ZeRO waits for its shards in a function of this package (gloo_shards.py)."""
+    """On CPUs, ZeRO waits for its shards in a function of this package (engine/sharding.py)."""
     flags = f"{layout} --micro-batch-size 1 --num-layers 2 --train-iters 1000000"
     flags += f" --hang-timeout {HANG_SECONDS:g}"
     tensor = 2 if "tensor" in layout else 1

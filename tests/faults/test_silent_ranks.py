@@ -149,7 +149,7 @@ def test_slow_writer_does_not_end_a_healthy_run(
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("function", "start"),
-    [("os.preadv", 2), ("megatron.data.array_file._read_header", 0), ("os.statvfs", 0)],
+    [("os.preadv", 2), ("megatron.data.cache._read_header", 0), ("os.statvfs", 0)],
 )
 def test_slow_reading_does_not_end_a_healthy_run(
     function: str, start: int, new_job: NewJob

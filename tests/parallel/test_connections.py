@@ -351,16 +351,16 @@ def train_without_rank_3(argv: list[str]) -> None:
     import megatron.run.pretrain as pretrain_module
     from megatron.commands.parts import choose_parts
     from megatron.extras.interop.translators.translator import load_config
-    from megatron.parallel import connections
+    from megatron.parallel import mesh
 
-    connect_group = connections.connect_group
+    connect_group = mesh.connect_group
 
     def end(group: Any, kind: str, *arguments: Any) -> None:
         if dist.get_rank() == 3 and kind == "tensor-parallel group":
             raise ValueError("a mistake")
         connect_group(group, kind, *arguments)
 
-    with mock.patch.object(connections, "connect_group", end):
+    with mock.patch.object(mesh, "connect_group", end):
         loaded = load_config(argv)
         pretrain_module.pretrain(read_launch(loaded, choose_parts(loaded.config)))
 

@@ -11,7 +11,7 @@ def check_shards(members: int, rows: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron.parallel.gloo_shards import gather_shards, has_faster_collectives, reduce_shards
+    from megatron.engine.sharding import gather_shards, has_faster_collectives, reduce_shards
 
     start_process_group("gloo", 1)
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -69,7 +69,7 @@ def check_max_is_refused() -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron.parallel.gloo_shards import reduce_shards
+    from megatron.engine.sharding import reduce_shards
 
     start_process_group("gloo", 1)
     assert dist.group.WORLD is not None

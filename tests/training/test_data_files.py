@@ -23,7 +23,7 @@ from megatron.base.errors import DataError
 from megatron.checkpoint.folder import step_folder
 from megatron.checkpoint.manifest import MANIFEST, read_manifest
 from megatron.config.data import DataConfig
-from megatron.data import array_file, content
+from megatron.data import cache, content
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.registry import DatasetRegistry
 from megatron.extras.samples.stream.build import list_streamed_datasets
@@ -309,15 +309,15 @@ def test_different_tokenizer_of_the_same_size_is_refused_on_resume(
 
 def pretrain_with_large_indices(argv: list[str]) -> None:
     """Treat each cached array as large. The check at the start then reads only 64 bytes of it."""
-    complete = array_file.WHOLE_BYTES
-    sample = array_file.SAMPLE_BYTES
-    array_file.WHOLE_BYTES = 0
-    array_file.SAMPLE_BYTES = 1
+    complete = cache.WHOLE_BYTES
+    sample = cache.SAMPLE_BYTES
+    cache.WHOLE_BYTES = 0
+    cache.SAMPLE_BYTES = 1
     try:
         pretrain(argv)
     finally:
-        array_file.WHOLE_BYTES = complete
-        array_file.SAMPLE_BYTES = sample
+        cache.WHOLE_BYTES = complete
+        cache.SAMPLE_BYTES = sample
 
 
 def test_damaged_large_index_ends_the_run_before_its_save_and_is_rebuilt(

@@ -25,7 +25,7 @@ from megatron.parallel.ranks import Ranks
 from megatron.plan import kernel_choice
 from megatron.plan.kernel_choice import CPU, KernelDevice, choose_kernels
 from megatron.plan.resolve import resolve
-from megatron.run.start.kernel_choice import choose_run_kernels
+from megatron.run.start.resume import choose_run_kernels
 from megatron.run.state import TrainState
 from megatron.schedule.curriculum import FOREVER, Curriculum
 

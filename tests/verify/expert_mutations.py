@@ -50,7 +50,7 @@ def leave_out_factor_of_losses() -> None:
 
 
 def move_bias_after_an_overflow() -> None:
-    from megatron.engine.expert_state import ExpertState
+    from megatron.engine.native import ExpertState
 
     def make(end: Any) -> Any:
         return lambda state, microbatches, *, applied: end(state, microbatches, applied=True)
@@ -59,7 +59,7 @@ def move_bias_after_an_overflow() -> None:
 
 
 def keep_counts_of_the_step_before() -> None:
-    from megatron.engine.expert_state import ExpertState
+    from megatron.engine.native import ExpertState
 
     wrap(ExpertState, "begin_step", lambda _: lambda state: None)
 

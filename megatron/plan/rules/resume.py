@@ -257,7 +257,7 @@ def _is_listed(field: Field) -> bool:
 
 
 def _is_left_to_start(dotted: str, now: str) -> bool:
-    """Return whether the start chooses a value (`kernel_choice.py` and `resume.py`)."""
+    """Return whether the start chooses a value (`run/start/resume.py`)."""
     if dotted == "optimizer.muon_fp32_matmul_prec":
         return now == '"auto"'
     return dotted.startswith("kernels.") and now in ("null", '["by-gpu"]')

@@ -36,10 +36,9 @@ from megatron.run.report import Reporter
 from megatron.run.run import Run
 from megatron.run.start.data_files import DataFiles
 from megatron.run.start.job import Job, confirm_job, select_checkpoint_config
-from megatron.run.start.kernel_choice import choose_run_kernels
 from megatron.run.start.launch import Launch, require_host_memory
 from megatron.run.start.open_data import check_small_files, open_data
-from megatron.run.start.resume import keep_earlier_choices, record_for_resume
+from megatron.run.start.resume import choose_run_kernels, keep_earlier_choices, record_for_resume
 from megatron.run.start.start_table import get_device_name, print_start
 
 _BYTES_OF_PARAMETER = 4
@@ -293,9 +292,8 @@ def start_run(
         kernels = None if saved is None else saved.kernels
         plan = choose_run_kernels(plan, job.state, kernels, ranks, mesh.device, kind, log)
         engine = build_engine(plan, mesh, timers, before_update, kind)
-        if job.checkpoint is None:
-            wrong = None
-        else:
+        wrong = None
+        if job.checkpoint is not None:
             wrong = load_engine(engine, job.checkpoint, job.plan.config, mesh, store, parts)
         if wrong is None:
             return build_run(

@@ -27,10 +27,9 @@ from megatron.config.tree import Config
 from megatron.observe.log_line import format_kill_switch_line
 from megatron.parallel.launcher import read_ranks_per_node
 from megatron.parallel.ranks import Ranks
-from megatron.plan.record import record_plan, restore_plan
 from megatron.plan.resolve import resolve
 from megatron.plan.rules.finding import refuse_errors
-from megatron.plan.run_plan import Plan
+from megatron.plan.run_plan import Plan, record_plan, restore_plan
 from megatron.run.start.launch import Launch, check_plan
 from megatron.run.start.resume import (
     choose_curriculum,

@@ -155,10 +155,9 @@ def open_data(
         sources.load(state.data)
         # The position is stored twice, in the counters and in the source's state. Going on with two
         # different values would silently repeat or drop samples.
+        position = state.consumed_samples
         if sources.train is not None:
             position = sources.train.consumed_samples
-        else:
-            position = state.consumed_samples
         if position != state.consumed_samples:
             raise CheckpointError(
                 f"the checkpoint counts {state.consumed_samples} consumed samples, but its data "

@@ -292,7 +292,7 @@ def _iterate_experts(space: SearchSpace, base: RankLayout) -> Iterator[RankLayou
             continue
         stage = base.tensor * base.context * base.data
         copy = sharded.shard_size * base.tensor
-        # The rules are those of `megatron.plan.rules.experts`.
+        # The rules are those of `megatron.plan.rules.model`.
         possible = [
             size
             for size in list_divisors(math.gcd(number, stage))

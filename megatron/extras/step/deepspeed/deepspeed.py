@@ -36,11 +36,9 @@ from megatron.base.errors import ConfigError
 from megatron.config.optimizer import OptimizerConfig
 from megatron.data.batches import Microbatch
 from megatron.engine.base import Accept, StepOutcome, StepResult, Vote
-from megatron.engine.describe import list_kernels
 from megatron.engine.engine_base import EngineBase
-from megatron.engine.invariants import Replica
+from megatron.engine.invariants import Replica, add_over_tensor_ranks
 from megatron.engine.optimizer import choose_rate, compute_squared_norm
-from megatron.engine.replicated_gradients import add_over_tensor_ranks
 from megatron.extras.step.deepspeed.deepspeed_adapters import (
     FixedLossScaler,
     StageWrapper,
@@ -681,10 +679,9 @@ class DeepSpeedEngine(EngineBase):
                 f"; stage {requested} runs as stage {stage}, which is correct in every precision "
                 "and needs less memory"
             )
-        own = (self._plan, self._mesh, self._execution, self._loss_scale)
         classes = f"{type(self._engine).__name__}, {type(self._engine.optimizer).__name__}"
         return [
-            *list_kernels(*own, "DeepSpeed's PipelineModule"),
+            *self._list_kernels("DeepSpeed's PipelineModule"),
             ("engine", "DeepSpeed", classes),
             ("optimizer", *_describe_optimizer(self._plan.config.optimizer)),
             ("sharding", f"DeepSpeed, ZeRO {stage}", sharding),
