@@ -18,7 +18,7 @@ from megatron.base.code_version import PACKAGE
 from megatron.base.plain_text import make_plain, make_plain_lines
 from megatron.commands import plan
 from megatron.extras.operations.commands import chronicle, hub_sync
-from megatron.extras.operations.hub.client import _forward_warnings
+from megatron.extras.operations.hub.client import _forward_warnings, warn
 from megatron.extras.preparation.commands import inspect_dataset
 from megatron.extras.watch.trackers.feed import hide_secrets
 from megatron.observe.chronicle import CHRONICLE
@@ -65,7 +65,7 @@ def test_chronicle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_hub_sync(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Names of files and answers of the Hub."""
     hub_sync.log(f"would send {HOSTILE}")
-    _forward_warnings(hub_sync.warn)
+    _forward_warnings(warn)
     logging.getLogger("huggingface_hub").warning("%s", HOSTILE)
     printed = capsys.readouterr()
     check_output(printed.out)

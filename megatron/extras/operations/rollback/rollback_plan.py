@@ -41,6 +41,7 @@ from megatron.extras.operations.rollback.cutting import (
     find_last_iteration,
     find_log_cut,
     find_metrics_cut,
+    find_unused_name,
 )
 from megatron.observe.report import Axes
 from megatron.schedule.skip import parse_ranges
@@ -343,9 +344,9 @@ def make_plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[
         if cut.gone:
             # Files of different folders may have the same name, and plan.json is in the same
             # folder.
-            part = _find_unused_name(
+            part = find_unused_name(
                 f"tensorboard/{path.name}" if kind == "tensorboard" else path.name,
-                {PLAN, *(file.part for file in files)},
+                {PLAN, *(file.part for file in files)}.__contains__,
             )
             files.append(FileCut(kind, str(path), part, cut.description))
             cuts[str(path)] = cut
@@ -354,8 +355,8 @@ def make_plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[
     plan = RollbackPlan(
         # Two rollbacks may be made in the same second. The name has no space, because the text in
         # `latest` is split at spaces.
-        name=_find_unused_name(
-            time.strftime("%Y-%m-%dT%H-%M-%SZ"), set(os.listdir(aside)) if aside.is_dir() else set()
+        name=find_unused_name(
+            time.strftime("%Y-%m-%dT%H-%M-%SZ"), lambda name: os.path.lexists(aside / name)
         ),
         time=time.isoformat(timespec="seconds"),
         request=request.convert_to_record(),
@@ -425,16 +426,6 @@ def _refuse_another_file_system(root: Path, to: int) -> None:
                 f"{entry} and {aside} are on different file systems, so a rename cannot move it; "
                 f"make {aside} a folder on the file system of {root}"
             )
-
-
-def _find_unused_name(name: str, taken: set[str]) -> str:
-    """Return the name, with a number appended if it is taken."""
-    unused = name
-    number = 1
-    while unused in taken:
-        number += 1
-        unused = f"{name}.{number}"
-    return unused
 
 
 def _find_chronicles(root: Path, request: RollbackRequest) -> str | None:

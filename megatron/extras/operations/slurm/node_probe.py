@@ -181,10 +181,7 @@ def _disk(findings: _ProbeFindings, limits: NodeLimits) -> None:
 
 def _join_ranks(limits: NodeLimits, device: torch.device) -> None:
     """Start the process group of all ranks."""
-    if device.type == "cuda":
-        backend = "nccl"
-    else:
-        backend = "gloo"
+    backend = {"cuda": "nccl"}.get(device.type, "gloo")
     # Half of the time limit leaves time to report a timeout before the probe is ended.
     dist.init_process_group(backend, timeout=timedelta(seconds=limits.seconds / 2))
 
