@@ -35,14 +35,7 @@ from megatron.checkpoint.manifest import (
 )
 from megatron.config.compare import load_yaml
 from megatron.config.tree import Config
-from megatron.extras.operations.rollback.cutting import (
-    CutSpans,
-    find_events_cut,
-    find_last_iteration,
-    find_log_cut,
-    find_metrics_cut,
-    find_unused_name,
-)
+from megatron.extras.operations.rollback import cutting
 from megatron.observe.report import Axes
 from megatron.schedule.skip import parse_ranges
 
@@ -326,7 +319,9 @@ def gather_facts(root: Path, request: RollbackRequest) -> RollbackFacts:
     return RollbackFacts(target, now, files, _find_chronicles(root, request), flags, notes)
 
 
-def make_plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[str, CutSpans]]:
+def make_plan(
+    root: Path, request: RollbackRequest
+) -> tuple[RollbackPlan, dict[str, cutting.CutSpans]]:
     """Read all records and return the plan, and the places at which each path is cut.
 
     Raises:
@@ -336,15 +331,15 @@ def make_plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[
     found = gather_facts(root, request)
     to = request.to
     axes = {f.name: found.target.state[f.name] for f in fields(Axes)}
-    trained = [find_last_iteration(path) for kind, path in found.files if kind == "metrics"]
+    trained = [cutting.find_last_iteration(path) for kind, path in found.files if kind == "metrics"]
     files: list[FileCut] = []
-    cuts: dict[str, CutSpans] = {}
+    cuts: dict[str, cutting.CutSpans] = {}
     for kind, path in found.files:
         cut = find_cut(kind, path, axes)
         if cut.gone:
             # Files of different folders may have the same name, and plan.json is in the same
             # folder.
-            part = find_unused_name(
+            part = cutting.find_unused_name(
                 f"tensorboard/{path.name}" if kind == "tensorboard" else path.name,
                 {PLAN, *(file.part for file in files)}.__contains__,
             )
@@ -355,7 +350,7 @@ def make_plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[
     plan = RollbackPlan(
         # Two rollbacks may be made in the same second. The name has no space, because the text in
         # `latest` is split at spaces.
-        name=find_unused_name(
+        name=cutting.find_unused_name(
             time.strftime("%Y-%m-%dT%H-%M-%SZ"), lambda name: os.path.lexists(aside / name)
         ),
         time=time.isoformat(timespec="seconds"),
@@ -544,14 +539,14 @@ def _find_paths(
     return list(dict.fromkeys(found))
 
 
-def find_cut(kind: str, path: Path, axes: dict[str, Any]) -> CutSpans:
+def find_cut(kind: str, path: Path, axes: dict[str, Any]) -> cutting.CutSpans:
     """Find where a file is to be cut, by its kind."""
     if kind == "tensorboard":
-        return find_events_cut(path, Axes(**axes))
+        return cutting.find_events_cut(path, Axes(**axes))
     if kind == "metrics":
-        return find_metrics_cut(path, axes["iteration"])
+        return cutting.find_metrics_cut(path, axes["iteration"])
     assert kind == "log", kind
-    return find_log_cut(path, axes["iteration"])
+    return cutting.find_log_cut(path, axes["iteration"])
 
 
 # Flags
