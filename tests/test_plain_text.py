@@ -121,6 +121,8 @@ def test_no_other_function_prints() -> None:
         # The text of a model is the output. It is printed in parts, and with its tabs.
         # One is that of a constant.
         "extras/inference/commands/generate.py": 4,
+        # A number and a constant, to processes that it has started.
+        "extras/operations/handover/rehearsal.py": 2,
         # Colours. The texts of the conversations were made plain.
         "extras/preparation/commands/inspect_dataset.py": 1,
         # `hide_secrets` makes the text plain. The stream is not stdout or stderr.

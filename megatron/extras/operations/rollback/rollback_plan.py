@@ -4,6 +4,7 @@ Invariant: planning changes nothing. A plan holds everything that its execution 
 interrupted execution can be continued.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -309,8 +310,13 @@ def gather_facts(root: Path, request: RollbackRequest) -> RollbackFacts:
     """
     target, config = read_target(root, request.to)
     now = _find_current_iteration(root, request.to, target)
-    # The present checkpoint knows ranges and paths of the launches that are rolled back.
-    present, newest = _read_present(root, now, target, config)
+    # The present checkpoint knows ranges and paths of the launches that are rolled back. It may be
+    # damaged, and that may be the reason for the rollback.
+    present, newest = target, config
+    folder = find_stored_folder(root, now)
+    with contextlib.suppress(CheckpointError, ConfigError):
+        manifest = read_manifest(folder)
+        present, newest = manifest, load_yaml(read_checked_text(folder, CONFIG, manifest))
     notes: list[str] = []
     flags = _plan_flags(root, request, target, present, newest, notes)
     files = _find_records(root, request, [config, newest], notes)
@@ -369,22 +375,6 @@ def make_plan(
         notes=found.notes,
     )
     return plan, cuts
-
-
-def _read_present(
-    root: Path, now: int, target: Manifest, config: Config
-) -> tuple[Manifest, Config]:
-    """Return the manifest and configuration of the checkpoint that the run is at.
-
-    If that checkpoint is damaged, return the target's. The damage may be the reason for the
-    rollback.
-    """
-    folder = find_stored_folder(root, now)
-    try:
-        manifest = read_manifest(folder)
-        return manifest, load_yaml(read_checked_text(folder, CONFIG, manifest))
-    except (CheckpointError, ConfigError):
-        return target, config
 
 
 def list_later_entries(root: Path, to: int) -> list[Path]:
