@@ -18,7 +18,7 @@ from megatron.base.code_version import PACKAGE
 from megatron.base.plain_text import make_plain, make_plain_lines
 from megatron.commands import plan
 from megatron.extras.operations.commands import chronicle, hub_sync
-from megatron.extras.operations.hub.client import _forward_warnings
+from megatron.extras.operations.hub.client import _forward_warnings, warn
 from megatron.extras.preparation.commands import inspect_dataset
 from megatron.extras.watch.trackers.feed import hide_secrets
 from megatron.observe.chronicle import CHRONICLE
@@ -65,7 +65,7 @@ def test_chronicle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_hub_sync(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Names of files and answers of the Hub."""
     hub_sync.log(f"would send {HOSTILE}")
-    _forward_warnings(hub_sync.warn)
+    _forward_warnings(warn)
     logging.getLogger("huggingface_hub").warning("%s", HOSTILE)
     printed = capsys.readouterr()
     check_output(printed.out)
@@ -121,7 +121,7 @@ def test_no_other_function_prints() -> None:
         # The text of a model is the output. It is printed in parts, and with its tabs.
         # One is that of a constant.
         "extras/inference/commands/generate.py": 4,
-        # Both are for pipes to processes of its own.
+        # A number and a constant, to processes that it has started.
         "extras/operations/handover/rehearsal.py": 2,
         # Colours. The texts of the conversations were made plain.
         "extras/preparation/commands/inspect_dataset.py": 1,

@@ -540,7 +540,7 @@ def test_no_run_starts_during_a_rollback(run: FakeRun, monkeypatch: pytest.Monke
             Lease.acquire(run.root, print)
         tried.append(arguments)
 
-    monkeypatch.setattr(rollback_module, "cut_out", cut_out)
+    monkeypatch.setattr(rollback_module.cutting, "cut_out", cut_out)
     roll_run_back(run)
     assert tried
 
@@ -549,13 +549,13 @@ def test_a_rollback_that_loses_its_lease_stops(
     run: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a pause longer than the heartbeat allows, the folder may belong to another run."""
-    cut_out = rollback_module.cut_out
+    cut_out = rollback_module.cutting.cut_out
 
     def lose_lease(*arguments: Any) -> None:
         write_lease_of_another_host(run)
         cut_out(*arguments)
 
-    monkeypatch.setattr(rollback_module, "cut_out", lose_lease)
+    monkeypatch.setattr(rollback_module.cutting, "cut_out", lose_lease)
     before = run.log.read_text()
     with pytest.raises(CheckpointError, match="was taken over by"):
         roll_run_back(run)

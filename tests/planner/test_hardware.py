@@ -11,6 +11,7 @@ from megatron.base.errors import ConfigError
 from megatron.extras.interop.translators.translator import load_config
 from megatron.extras.planner.cost.communication import estimate_collective_seconds
 from megatron.extras.planner.cost.goodput import (
+    CostOptions,
     Reliability,
     choose_save_interval,
     estimate_footprint,
@@ -360,14 +361,8 @@ def test_a_run_without_progress_is_an_error(reliability):
 
 def test_energy_of_bloom():
     """1.08 million device hours and 433 MWh (https://arxiv.org/abs/2211.02001)."""
-    footprint = estimate_footprint(
-        load_hardware("jean-zay-a100"),
-        384,
-        1_082_990 / 384,
-        utilisation=0.9,
-        pue=1.0,
-        grams_per_kilowatt_hour=57,
-    )
+    options = CostOptions(pue=1.0, carbon_intensity=57)
+    footprint = estimate_footprint(load_hardware("jean-zay-a100"), 384, 1_082_990 / 384, options)
     assert footprint.device_hours == pytest.approx(1_082_990)
     assert footprint.megawatt_hours == pytest.approx(433, rel=0.2)
     assert footprint.tonnes == pytest.approx(24.7, rel=0.2)

@@ -325,13 +325,10 @@ def list_failure_facts(history: RunHistory) -> list[tuple[str, str]]:
     costs = compute_failure_costs(history)
     facts = []
     if costs.failures:
-        parts = {
-            "detection": costs.detection,
-            "restart": costs.restart,
-            "repeated steps": costs.repeated_steps,
-            "fewer nodes": costs.fewer_nodes,
-        }
-        text = ", ".join(f"{name} {format_duration(lost)}" for name, lost in parts.items())
+        text = ", ".join(
+            f"{name.replace('_', ' ')} {format_duration(getattr(costs, name))}"
+            for name in ("detection", "restart", "repeated_steps", "fewer_nodes")
+        )
         facts.append(("time lost to failures", f"{text} ({costs.failures:,} failures)"))
         facts.append(("a failure now would cost", format_duration(costs.now)))
     groups = list_hosts_that_failed_together(history)

@@ -24,7 +24,7 @@ import numpy as np
 
 from megatron.base.durable import replace_file
 from megatron.base.plain_text import make_plain
-from megatron.extras.operations.chronicle import charts
+from megatron.extras.operations.chronicle import charts, summary
 from megatron.extras.operations.chronicle.events import (
     DescribedEvent,
     compare_settings,
@@ -34,13 +34,6 @@ from megatron.extras.operations.chronicle.events import (
 )
 from megatron.extras.operations.chronicle.goodput import KEPT, compute_goodput
 from megatron.extras.operations.chronicle.history import ExpertLoads, RunHistory
-from megatron.extras.operations.chronicle.summary import (
-    describe_model,
-    describe_outcome,
-    list_facts,
-    list_goodput,
-    list_tiles,
-)
 from megatron.schedule.clock import format_duration
 
 _EVENTS = 300
@@ -168,8 +161,8 @@ def _list_summary(
     if is_compared:
         yield f"<h2>{html.escape(name)}</h2>"
     yield f'<p class="path">{html.escape(make_plain(history.folder))}</p>'
-    yield from (f"<p>{html.escape(each)}</p>" for each in describe_outcome(history))
-    model = describe_model(history)
+    yield from (f"<p>{html.escape(each)}</p>" for each in summary.describe_outcome(history))
+    model = summary.describe_model(history)
     if model:
         yield (
             f"<p>Trained with {html.escape(model)}. "
@@ -179,7 +172,7 @@ def _list_summary(
         f'<div class="tile{" bad" * tile.is_bad}"><span class="name">'
         f"{html.escape(tile.name)}</span><b>{html.escape(tile.value)}</b>"
         f'<span class="note">{html.escape(tile.note)}</span></div>'
-        for tile in list_tiles(history)
+        for tile in summary.list_tiles(history)
     )
     yield f'<div class="tiles">{tiles}</div>'
     # The table of all events is long, and most of them are checkpoints.
@@ -326,7 +319,7 @@ def _format_goodput(history: RunHistory) -> str:
         f'<tr><td>{html.escape(cause)}</td><td class="number">{share:.1%}</td>'
         f'<td class="number">{format_duration(seconds)}</td><td><span class="bar'
         f'{" kept" * (cause == KEPT)}" style="width:{400 * share:.0f}px"></span></td></tr>'
-        for cause, seconds, share in list_goodput(history)
+        for cause, seconds, share in summary.list_goodput(history)
     )
     return (
         f"<h3>Where the time went: goodput {goodput.share:.1%} of "
@@ -337,7 +330,7 @@ def _format_goodput(history: RunHistory) -> str:
 def _format_facts(history: RunHistory) -> str:
     facts = "".join(
         f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
-        for name, value in list_facts(history)
+        for name, value in summary.list_facts(history)
     )
     return f"<h3>Facts</h3><table>{facts}</table>"
 

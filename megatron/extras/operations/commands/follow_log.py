@@ -25,9 +25,8 @@ import tyro
 
 from megatron.base import exit_codes
 from megatron.base.errors import ConfigError, MegatronError, OperationsError
-from megatron.base.plain_text import make_plain, print_to_stderr
 from megatron.console.parse import parse_arguments
-from megatron.extras.operations.hub.client import Hub, HubMovedError, HubUnavailableError
+from megatron.extras.operations.hub.client import Hub, HubMovedError, HubUnavailableError, warn
 from megatron.extras.operations.hub.queue import format_part_name, parse_part_name
 
 _ASKED_AT_ONCE = 500
@@ -102,7 +101,7 @@ class Follower:
                 break
         self._oids = oids
         self._open = opened or b""
-        return LogUpdate(_take_last_lines(data, self.lines))
+        return LogUpdate(b"".join(deque(data.splitlines(keepends=True), maxlen=self.lines)))
 
     def _download(self, commit: str, number: int) -> bytes:
         return self.hub.download_file(commit, format_part_name(self.path, number))
@@ -195,11 +194,6 @@ class Follower:
         return LogUpdate(data, f"{self.path} was truncated (a rollback?); it continues in {where}")
 
 
-def _take_last_lines(data: bytes, lines: int) -> bytes:
-    """Return the last `lines` lines."""
-    return b"".join(deque(data.splitlines(keepends=True), maxlen=lines))
-
-
 def _count_common_bytes(one: bytes, other: bytes) -> int:
     """Return the number of bytes in the lines that both texts begin with."""
     same = 0
@@ -225,11 +219,6 @@ class FollowLog:
     """Seconds between two requests."""
     timeout: float = 60.0
     """Seconds without an answer after which one request fails."""
-
-
-def warn(line: str) -> None:
-    """Print a line to standard error."""
-    print_to_stderr(make_plain(line))
 
 
 def follow(

@@ -34,11 +34,11 @@ from pathlib import Path
 
 from megatron.base import exit_codes
 from megatron.base.errors import ConfigError, MegatronError, OperationsError
-from megatron.base.plain_text import format_bytes, make_plain, print_line, print_to_stderr
+from megatron.base.plain_text import format_bytes, make_plain, print_line
 from megatron.console.parse import parse_arguments
 from megatron.console.standard_streams import protect_standard_streams
 from megatron.extras.operations.hub.checkpoints import push_checkpoints
-from megatron.extras.operations.hub.client import Hub, HubUnavailableError, RetryPolicy
+from megatron.extras.operations.hub.client import Hub, HubUnavailableError, RetryPolicy, warn
 from megatron.extras.operations.hub.push import (
     FolderSync,
     SyncInProgressError,
@@ -93,11 +93,6 @@ def log(line: str) -> None:
     # Cron jobs and pipes buffer their output. Without a flush a long sync would print nothing for
     # hours.
     print_line(make_plain(line))
-
-
-def warn(line: str) -> None:
-    """Print a line to standard error."""
-    print_to_stderr(make_plain(line))
 
 
 def sync(given: HubSync) -> int:

@@ -42,19 +42,14 @@ def main(argv: list[str] | None = None) -> int:
     """Roll back the run that `argv` names and return the exit code."""
     given = parse_arguments(RollbackArguments, args=argv, description=__doc__)
     try:
+        request = given.request.make_absolute()
         address = find_address(given.run_folder)
         if address is not None:
-            request = given.request.make_absolute()
             roll_back_address(address, lambda _: request, print_line, dry_run=given.dry_run)
             return 0
         # An interrupted rollback is finished by the same command, perhaps from another folder.
         run = Path(os.path.realpath(given.run_folder))
-        roll_back(
-            run,
-            given.request.make_absolute(),
-            print_line,
-            dry_run=given.dry_run,
-        )
+        roll_back(run, request, print_line, dry_run=given.dry_run)
     except MegatronError as error:
         print_to_stderr(f"error: {error}")
         return exit_codes.USER_ERROR

@@ -165,7 +165,8 @@ def compare_steps(
             # Only some runs have a curriculum, experts or a loss scale.
             if pair == (None, None):
                 continue
-            if None in pair and not _is_loss(key):
+            # A step has one of both losses, so a missing one means that only one was dropped.
+            if None in pair and key not in ("lm_loss", "dropped_loss"):
                 missing[name] = None
                 continue
             is_exact = (key, name) in EXACT
@@ -178,11 +179,6 @@ def compare_steps(
             difference = _compare(*pair, is_exact=is_exact)
             quantities.append(ComparedQuantity(iteration, name, *pair, difference, limit))
     return HandoverComparison(quantities, tuple(missing), changes, drift)
-
-
-def _is_loss(key: str) -> bool:
-    # A step has one of both, so a missing one means that only one of the steps was dropped.
-    return key in ("lm_loss", "dropped_loss")
 
 
 def _compare(recorded: Any, found: Any, *, is_exact: bool) -> float:

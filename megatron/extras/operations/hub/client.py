@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 from megatron.base.errors import OperationsError
+from megatron.base.plain_text import make_plain, print_to_stderr
 from megatron.extras.operations.hub.answers import AnswerTooLongError, HubBound
 
 if TYPE_CHECKING:
@@ -34,6 +35,11 @@ LONGEST_PAUSE_SECONDS = 60.0
 """Longest pause between two attempts, unless the Hub itself asks for a longer one."""
 Say = Callable[[str], None]
 """Function that prints or logs one line."""
+
+
+def warn(line: str) -> None:
+    """Print a line to standard error. It may contain names of files and answers of the Hub."""
+    print_to_stderr(make_plain(line))
 
 
 class HubUnavailableError(OperationsError):

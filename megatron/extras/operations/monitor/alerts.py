@@ -238,10 +238,13 @@ def parse_own_line_time(line: str) -> float | None:
         The time, or None for a line of the training's output.
     """
     match = _OWN_LINE.match(line)
-    if match is None:
-        return None
+    return None if match is None else parse_local_time(match[1], _TIME)
+
+
+def parse_local_time(text: str, form: str) -> float | None:
+    """Return a local time in seconds since the epoch, or None for any other text, such as N/A."""
     try:
-        return time.mktime(time.strptime(match[1], _TIME))
+        return time.mktime(time.strptime(text, form))
     # The digits may be no date, as in the month 13.
     except (ValueError, OverflowError):
         return None
@@ -501,21 +504,16 @@ def _build_channels(
     Returns:
         Name -> channel, or None if its setting is wrong, and one line for each wrong setting.
     """
-    makers: dict[str, Callable[[Outlets, Mapping[str, str]], _Channel | None]] = {
-        "mail": _build_mail,
-        "webhook": _build_webhook,
-    }
     channels: dict[str, _Channel | None] = {}
     troubles = []
-    for name, make in makers.items():
+    for name, make in (("mail", _build_mail), ("webhook", _build_webhook)):
         try:
-            channel = make(outlets, environment)
+            channel: _Channel | None = make(outlets, environment)
+            if channel is not None:
+                channels[name] = channel
         except OperationsError as error:
             channels[name] = None
             troubles.append(str(error))
-            continue
-        if channel is not None:
-            channels[name] = channel
     return channels, troubles
 
 

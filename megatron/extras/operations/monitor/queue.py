@@ -9,12 +9,11 @@ import os
 import pwd
 import re
 import subprocess
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.base.errors import OperationsError
-from megatron.extras.operations.monitor.alerts import format_time
+from megatron.extras.operations.monitor.alerts import format_time, parse_local_time
 
 _SEPARATOR = "\x1f"
 """The unit separator, which is not in any name or reason."""
@@ -188,7 +187,8 @@ def read_answer(text: str, job_name: str) -> list[QueuedJob]:
         # An array task without a reason is listed with None.
         reasons = ",".join(each for each in reason.split(",") if each and each != "None")
         dependency = dependency.replace("(null)", "")
-        times = _parse_seconds(running), _parse_time(start)
+        # squeue prints the host's local time.
+        times = _parse_seconds(running), parse_local_time(start, "%Y-%m-%dT%H:%M:%S")
         jobs.append(QueuedJob(identity, state, reasons, nodes, *times, dependency))
     # Running jobs come first, then jobs between two states, pending jobs, and stuck jobs.
     return sorted(jobs, key=lambda job: (not job.runs, job.pends, job.stuck))
@@ -239,15 +239,6 @@ def _parse_seconds(text: str) -> float | None:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
-
-
-def _parse_time(text: str) -> float | None:
-    """Parse a local time. Return None for any other text, such as N/A."""
-    try:
-        # squeue prints the host's local time.
-        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
-    except (ValueError, OverflowError):
-        return None
 
 
 def _find_uid(user: str | None) -> int:

@@ -21,7 +21,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -422,14 +422,21 @@ def _write_part(source: Path, part: Path, spans: Sequence[Span]) -> None:
     # The name is fixed, so an interrupted copy is overwritten by the next one.
     fresh = part.with_name("part.new")
     _write(fresh, [(source, spans)])
-    target = part
-    number = 1
-    # A part with the same content is from an interrupted cut of the same file.
-    while target.exists() and not filecmp.cmp(target, fresh, shallow=False):
-        number += 1
-        target = part.with_name(f"{part.name}.{number}")
-    os.replace(fresh, target)
+
+    def is_taken(name: str) -> bool:
+        # A part with the same content is from an interrupted cut of the same file.
+        other = part.with_name(name)
+        return other.exists() and not filecmp.cmp(other, fresh, shallow=False)
+
+    os.replace(fresh, part.with_name(find_unused_name(part.name, is_taken)))
     sync_folder(part.parent)
+
+
+def find_unused_name(name: str, is_taken: Callable[[str], bool]) -> str:
+    """Return the name, with a number from 2 on appended if it is taken."""
+    if not is_taken(name):
+        return name
+    return next(each for number in count(2) if not is_taken(each := f"{name}.{number}"))
 
 
 def replace_by(

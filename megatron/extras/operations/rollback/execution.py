@@ -31,7 +31,7 @@ from megatron.checkpoint.folder import (
 from megatron.checkpoint.lease import STALE_SECONDS, Lease, get_heartbeat_age, is_alive, read_holder
 from megatron.checkpoint.lineage import write_lineage
 from megatron.checkpoint.manifest import MANIFEST, read_manifest
-from megatron.extras.operations.rollback.cutting import CutSpans, cut_out, replace_by
+from megatron.extras.operations.rollback import cutting
 from megatron.extras.operations.rollback.rollback_plan import (
     PLAN,
     ROLLED_BACK,
@@ -198,7 +198,9 @@ def _acquire(root: Path, log: Callable[[str], None]) -> Lease:
 # New and unfinished plans
 
 
-def _plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[str, CutSpans] | None]:
+def _plan(
+    root: Path, request: RollbackRequest
+) -> tuple[RollbackPlan, dict[str, cutting.CutSpans] | None]:
     """Return the plan, and where each file is to be cut.
 
     The second value is None if the rollback was already started. Some files are cut by then, so the
@@ -323,7 +325,7 @@ def _report_how_to_continue(plan: RollbackPlan, log: Callable[[str], None]) -> N
 def execute_plan(
     root: Path,
     plan: RollbackPlan,
-    cuts: Mapping[str, CutSpans],
+    cuts: Mapping[str, cutting.CutSpans],
     lease: Lease,
     log: Callable[[str], None],
 ) -> None:
@@ -388,7 +390,7 @@ def _begin(root: Path, plan: RollbackPlan, lease: Lease) -> None:
 def _cut_file(
     plan: RollbackPlan,
     file: FileCut,
-    cuts: Mapping[str, CutSpans],
+    cuts: Mapping[str, cutting.CutSpans],
     folder: Path,
     log: Callable[[str], None],
 ) -> None:
@@ -401,18 +403,14 @@ def _cut_file(
         return
     # After an interruption the places are found in the file as it is now.
     cut = cuts.get(file.path) or find_cut(file.kind, path, plan.axes)
-    cut_out(path, folder / file.part, cut, f".rollback.{plan.name}")
+    cutting.cut_out(path, folder / file.part, cut, f".rollback.{plan.name}")
 
 
 def _move_later(root: Path, to: int, folder: Path, lease: Lease) -> None:
     """Move the later checkpoints to the rollback's folder."""
     for entry in list_later_entries(root, to):
-        aside = folder / entry.name
-        number = 1
         # lexists also finds a broken link, which exists() does not.
-        while os.path.lexists(aside):
-            number += 1
-            aside = folder / f"{entry.name}.{number}"
+        unused = cutting.find_unused_name(entry.name, lambda name: os.path.lexists(folder / name))
         lease.confirm()
         if entry.is_symlink() and not os.path.isabs(os.readlink(entry)):
             # A relative link would lead elsewhere from another folder. It is replaced by an
@@ -422,7 +420,7 @@ def _move_later(root: Path, to: int, folder: Path, lease: Lease) -> None:
             fresh.unlink(missing_ok=True)
             os.symlink(absolute, fresh)
             os.replace(fresh, entry)
-        os.rename(entry, aside)
+        os.rename(entry, folder / unused)
     sync_folder(folder)
     sync_folder(root)
 
@@ -477,4 +475,4 @@ def _note(path: Path, plan: RollbackPlan, entry: str) -> None:
         gap = b"\n"
     if before and entry.startswith("#"):
         gap += b"\n"
-    replace_by(path, [before + gap + entry.encode()], f".rollback.{plan.name}")
+    cutting.replace_by(path, [before + gap + entry.encode()], f".rollback.{plan.name}")

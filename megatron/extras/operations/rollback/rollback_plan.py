@@ -4,6 +4,7 @@ Invariant: planning changes nothing. A plan holds everything that its execution 
 interrupted execution can be continued.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -35,13 +36,7 @@ from megatron.checkpoint.manifest import (
 )
 from megatron.config.compare import load_yaml
 from megatron.config.tree import Config
-from megatron.extras.operations.rollback.cutting import (
-    CutSpans,
-    find_events_cut,
-    find_last_iteration,
-    find_log_cut,
-    find_metrics_cut,
-)
+from megatron.extras.operations.rollback import cutting
 from megatron.observe.report import Axes
 from megatron.schedule.skip import parse_ranges
 
@@ -315,8 +310,13 @@ def gather_facts(root: Path, request: RollbackRequest) -> RollbackFacts:
     """
     target, config = read_target(root, request.to)
     now = _find_current_iteration(root, request.to, target)
-    # The present checkpoint knows ranges and paths of the launches that are rolled back.
-    present, newest = _read_present(root, now, target, config)
+    # The present checkpoint knows ranges and paths of the launches that are rolled back. It may be
+    # damaged, and that may be the reason for the rollback.
+    present, newest = target, config
+    folder = find_stored_folder(root, now)
+    with contextlib.suppress(CheckpointError, ConfigError):
+        manifest = read_manifest(folder)
+        present, newest = manifest, load_yaml(read_checked_text(folder, CONFIG, manifest))
     notes: list[str] = []
     flags = _plan_flags(root, request, target, present, newest, notes)
     files = _find_records(root, request, [config, newest], notes)
@@ -325,7 +325,9 @@ def gather_facts(root: Path, request: RollbackRequest) -> RollbackFacts:
     return RollbackFacts(target, now, files, _find_chronicles(root, request), flags, notes)
 
 
-def make_plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[str, CutSpans]]:
+def make_plan(
+    root: Path, request: RollbackRequest
+) -> tuple[RollbackPlan, dict[str, cutting.CutSpans]]:
     """Read all records and return the plan, and the places at which each path is cut.
 
     Raises:
@@ -335,17 +337,17 @@ def make_plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[
     found = gather_facts(root, request)
     to = request.to
     axes = {f.name: found.target.state[f.name] for f in fields(Axes)}
-    trained = [find_last_iteration(path) for kind, path in found.files if kind == "metrics"]
+    trained = [cutting.find_last_iteration(path) for kind, path in found.files if kind == "metrics"]
     files: list[FileCut] = []
-    cuts: dict[str, CutSpans] = {}
+    cuts: dict[str, cutting.CutSpans] = {}
     for kind, path in found.files:
         cut = find_cut(kind, path, axes)
         if cut.gone:
             # Files of different folders may have the same name, and plan.json is in the same
             # folder.
-            part = _find_unused_name(
+            part = cutting.find_unused_name(
                 f"tensorboard/{path.name}" if kind == "tensorboard" else path.name,
-                {PLAN, *(file.part for file in files)},
+                {PLAN, *(file.part for file in files)}.__contains__,
             )
             files.append(FileCut(kind, str(path), part, cut.description))
             cuts[str(path)] = cut
@@ -354,8 +356,8 @@ def make_plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[
     plan = RollbackPlan(
         # Two rollbacks may be made in the same second. The name has no space, because the text in
         # `latest` is split at spaces.
-        name=_find_unused_name(
-            time.strftime("%Y-%m-%dT%H-%M-%SZ"), set(os.listdir(aside)) if aside.is_dir() else set()
+        name=cutting.find_unused_name(
+            time.strftime("%Y-%m-%dT%H-%M-%SZ"), lambda name: os.path.lexists(aside / name)
         ),
         time=time.isoformat(timespec="seconds"),
         request=request.convert_to_record(),
@@ -373,22 +375,6 @@ def make_plan(root: Path, request: RollbackRequest) -> tuple[RollbackPlan, dict[
         notes=found.notes,
     )
     return plan, cuts
-
-
-def _read_present(
-    root: Path, now: int, target: Manifest, config: Config
-) -> tuple[Manifest, Config]:
-    """Return the manifest and configuration of the checkpoint that the run is at.
-
-    If that checkpoint is damaged, return the target's. The damage may be the reason for the
-    rollback.
-    """
-    folder = find_stored_folder(root, now)
-    try:
-        manifest = read_manifest(folder)
-        return manifest, load_yaml(read_checked_text(folder, CONFIG, manifest))
-    except (CheckpointError, ConfigError):
-        return target, config
 
 
 def list_later_entries(root: Path, to: int) -> list[Path]:
@@ -425,16 +411,6 @@ def _refuse_another_file_system(root: Path, to: int) -> None:
                 f"{entry} and {aside} are on different file systems, so a rename cannot move it; "
                 f"make {aside} a folder on the file system of {root}"
             )
-
-
-def _find_unused_name(name: str, taken: set[str]) -> str:
-    """Return the name, with a number appended if it is taken."""
-    unused = name
-    number = 1
-    while unused in taken:
-        number += 1
-        unused = f"{name}.{number}"
-    return unused
 
 
 def _find_chronicles(root: Path, request: RollbackRequest) -> str | None:
@@ -553,14 +529,14 @@ def _find_paths(
     return list(dict.fromkeys(found))
 
 
-def find_cut(kind: str, path: Path, axes: dict[str, Any]) -> CutSpans:
+def find_cut(kind: str, path: Path, axes: dict[str, Any]) -> cutting.CutSpans:
     """Find where a file is to be cut, by its kind."""
     if kind == "tensorboard":
-        return find_events_cut(path, Axes(**axes))
+        return cutting.find_events_cut(path, Axes(**axes))
     if kind == "metrics":
-        return find_metrics_cut(path, axes["iteration"])
+        return cutting.find_metrics_cut(path, axes["iteration"])
     assert kind == "log", kind
-    return find_log_cut(path, axes["iteration"])
+    return cutting.find_log_cut(path, axes["iteration"])
 
 
 # Flags

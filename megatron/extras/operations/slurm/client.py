@@ -310,26 +310,25 @@ def run_step(
         subprocess.TimeoutExpired: The step took longer than `timeout` seconds.
     """
     line = [*before, "srun", *options, sys.executable, *program]
-    folder = find_training_folder()
-    environment = {**os.environ, **(variables or {})}
     # In append mode each write goes to the end of the file, because this script writes there too.
     with open(main_log, "ab") as log_file:
         # srun would forward this script's standard input to the tasks.
-        streams = {"stdin": subprocess.DEVNULL, "stdout": log_file, "stderr": log_file}
         try:
             done = subprocess.run(
                 line,
-                **streams,
-                cwd=folder,
-                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=log_file,
+                cwd=find_training_folder(),
+                env={**os.environ, **(variables or {})},
                 timeout=timeout,
                 check=False,
-            )  # type: ignore[call-overload]
+            )
         except OSError as error:
             raise OperationsError(
                 f"srun cannot be started: {error}; Slurm's client must be on the PATH"
             ) from error
-    return int(done.returncode)
+    return done.returncode
 
 
 def log(main_log: Path, text: str) -> None:

@@ -140,6 +140,7 @@ def count_changes(save: Path) -> int:
     return sum(event.time.timestamp() >= since for event in changes)
 
 
+@dataclass
 class ReturnWatch:
     """Ends the step of a training on fewer nodes when enough lost hosts have been healthy.
 
@@ -147,32 +148,23 @@ class ReturnWatch:
     it as idle.
     """
 
-    def __init__(
-        self,
-        lost: Sequence[str],
-        missing: int,
-        minutes: float,
-        save: Path,
-        log: Callable[[str], None],
-    ) -> None:
-        """Store what to wait for.
+    _lost: Sequence[str]
+    """Hosts that the job had and has lost."""
+    _missing: int
+    """How many of them the complete training needs."""
+    _minutes: float
+    """Time for which they must be healthy."""
+    _save: Path
+    """The run's --save folder."""
+    _log: Callable[[str], None]
+    """Writes a line to the main log."""
+    has_ended_step: bool = False
+    """Whether the step was asked to end, so that the job starts again with these hosts."""
 
-        Args:
-            lost: Hosts that the job had and has lost.
-            missing: How many of them the complete training needs.
-            minutes: Time for which they must be healthy.
-            save: The run's --save folder.
-            log: Writes a line to the main log.
-        """
-        self._lost = lost
-        self._missing = missing
-        self._seconds = 60 * minutes
-        self._save = save
-        self._log = log
+    def __post_init__(self) -> None:
+        """Prepare the thread that watches."""
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
-        self.has_ended_step = False
-        """Whether the step was asked to end, so that the job starts again with these hosts."""
 
     def __enter__(self) -> "ReturnWatch":
         """Start to watch."""
@@ -190,12 +182,12 @@ class ReturnWatch:
     def _watch(self) -> None:
         since: dict[str, float] = {}
         ready_at: int | None = None
-        poll = min(_LONGEST_POLL, 1.0 + self._seconds / 4)
+        poll = min(_LONGEST_POLL, 1.0 + 15 * self._minutes)
         while not self._end.wait(poll):
             # A host that is not idle in between starts from zero.
             idle = client.list_idle_hosts(self._lost)
             since = {host: since.get(host, time.monotonic()) for host in idle}
-            limit = time.monotonic() - self._seconds
+            limit = time.monotonic() - 60 * self._minutes
             healthy = sorted(host for host, moment in since.items() if moment <= limit)
             if len(healthy) < self._missing or count_changes(self._save) >= _MOST_CHANGES:
                 ready_at = None

@@ -88,7 +88,9 @@ def probe(limits: NodeLimits, on_change: Callable[[NodeReport], None]) -> NodeRe
     findings.set(doing="all-reduce")
     if world.size > 1:
         try:
-            _join_ranks(limits, device)
+            # Half of the time limit leaves time to report a timeout before the probe is ended.
+            limit = timedelta(seconds=limits.seconds / 2)
+            dist.init_process_group({"cuda": "nccl"}.get(device.type, "gloo"), timeout=limit)
             _all_reduce(findings, device)
             dist.destroy_process_group()
         except RuntimeError as error:
@@ -177,16 +179,6 @@ def _disk(findings: _ProbeFindings, limits: NodeLimits) -> None:
         findings.set(disk_mb_per_second=2 * _DISK_BYTES / 1e6 / (time.perf_counter() - start))
     finally:
         path.unlink(missing_ok=True)
-
-
-def _join_ranks(limits: NodeLimits, device: torch.device) -> None:
-    """Start the process group of all ranks."""
-    if device.type == "cuda":
-        backend = "nccl"
-    else:
-        backend = "gloo"
-    # Half of the time limit leaves time to report a timeout before the probe is ended.
-    dist.init_process_group(backend, timeout=timedelta(seconds=limits.seconds / 2))
 
 
 def _all_reduce(findings: _ProbeFindings, device: torch.device) -> None:

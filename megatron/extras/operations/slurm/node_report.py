@@ -39,12 +39,7 @@ class NodeLimits:
 
     def format_flags(self) -> list[str]:
         """Return the limits as flags of tools/node_check.py."""
-        return [
-            f"--slower-than={self.slower_than}",
-            f"--memory-gib={self.memory_gib}",
-            f"--disk={self.disk}",
-            f"--seconds={self.seconds}",
-        ]
+        return [f"--{name.replace('_', '-')}={value}" for name, value in asdict(self).items()]
 
 
 def check_limits(limits: NodeLimits) -> Iterator[Finding]:
@@ -133,10 +128,7 @@ def find_bad_hosts(
             )
     speeds = [report.tflops for report in reports if report.tflops is not None]
     # A few slow ranks do not move the median.
-    if speeds:
-        usual = statistics.median(speeds)
-    else:
-        usual = 0.0
+    usual = statistics.median(speeds or [0.0])
     for report in reports:
         name = names[report.host]
         # A failure explains more than a missing answer, so it replaces that reason.

@@ -51,16 +51,6 @@ class TaskOutcome(Enum):
     CRASH_LOOP = "crash loop"
 
 
-IN_ORDER = frozenset(
-    outcome.value
-    for outcome in (
-        TaskOutcome.LEFT,
-        TaskOutcome.COMPLETE,
-        TaskOutcome.KILL_SWITCH,
-        TaskOutcome.ENDED_BY_SLURM,
-    )
-)
-"""Recorded outcomes that do not count as failed starts."""
 EXIT_CODES = {
     TaskOutcome.LEFT: exit_codes.SUCCESS,
     TaskOutcome.COMPLETE: exit_codes.SUCCESS,
@@ -72,6 +62,12 @@ EXIT_CODES = {
     TaskOutcome.CRASH_LOOP: exit_codes.NOT_DONE,
 }
 """Outcome -> exit code of the batch script."""
+IN_ORDER = frozenset(
+    outcome.value
+    for outcome, code in EXIT_CODES.items()
+    if code == exit_codes.SUCCESS or outcome is TaskOutcome.ENDED_BY_SLURM
+)
+"""Recorded outcomes that do not count as failed starts."""
 
 
 @dataclass(frozen=True)
@@ -136,18 +132,14 @@ def read_reports(folder: Path) -> tuple[list[ErrorReport], list[str]]:
     unreadable: list[str] = []
     for path in sorted(folder.iterdir()):
         try:
-            if path.suffix == ".json":
-                report = _parse_report(load_json(path))
-            else:
-                report = None
+            # A rank that was killed leaves a file with another suffix.
+            if path.suffix != ".json":
+                raise ValueError(path.suffix)
+            reports.append(_parse_report(load_json(path)))
         # One bad file must not hide the others. TypeError means other fields than ErrorReport has,
         # and AttributeError that the file holds no object.
         except (OSError, ValueError, TypeError, AttributeError):
-            report = None
-        if report is None:
             unreadable.append(path.name)
-        else:
-            reports.append(report)
     return sorted(reports, key=lambda report: report.rank), unreadable
 
 
@@ -388,15 +380,13 @@ class TrainingStarts:
         task = self._task
         hosts = self.allocation.train_hosts
         # The log also holds earlier launches. Only what follows this byte is from this one.
+        where = 0
         if task.main_log.exists():
             where = task.main_log.stat().st_size
-        else:
-            where = 0
         # Slurm's notation is shorter than the names of a thousand hosts.
+        nodes = os.environ["SLURM_JOB_NODELIST"]
         if self.allocation.format_srun_options(hosts):
             nodes = ",".join(hosts)
-        else:
-            nodes = os.environ["SLURM_JOB_NODELIST"]
         self._log(f"array task {client.describe_job()} starts on {nodes}")
         folder = task.save / f".errors-{os.environ['SLURM_JOB_ID']}"
         # As for the node check, no reports of an earlier start may be read.
@@ -489,10 +479,9 @@ class TrainingStarts:
             what = "computed wrong numbers"
         if not bad:
             io_hosts = sorted({report.host for report in reports if report.io_error is not None})
+            shared = ""
             if len(io_hosts) > 1:
                 shared = f" (I/O errors on {len(io_hosts)} hosts: {', '.join(io_hosts[:10])})"
-            else:
-                shared = ""
             # An error that is not an I/O error is the one that needs a person, so it is reported
             # first.
             first = next((report for report in reports if report.io_error is None), reports[0])
@@ -554,20 +543,11 @@ class TrainingStarts:
         hosts: Mapping[str, int],
         options: Sequence[str],
         program: Sequence[str],
-        *,
-        variables: Mapping[str, str] | None = None,
-        timeout: float | None = None,
-        before: Sequence[str] = (),
+        **further: Any,
     ) -> int:
-        """Run a step on these hosts. See `run_step`."""
-        return run_step(
-            self._task.main_log,
-            [*options, *self.allocation.format_srun_options(hosts), *self._task.srun],
-            program,
-            variables=variables,
-            timeout=timeout,
-            before=before,
-        )
+        """Run a step on these hosts. See `run_step`, which gets what is `further`."""
+        own = [*options, *self.allocation.format_srun_options(hosts), *self._task.srun]
+        return run_step(self._task.main_log, own, program, **further)
 
     def _log(self, text: str) -> None:
         log(self._task.main_log, text)

@@ -54,8 +54,6 @@ EXPERT_MESSAGES = "tokens to experts and back"
 """Parts of a step with float8. The messages have largest values, from which scales follow."""
 Row = tuple[str, str]
 """Label and text of a line of a report. The label is indented if the row is a part of another."""
-_UTILISATION = 0.85
-"""Power of a device relative to its limit."""
 _BAR = 50
 """Characters of the bar that shows where the time goes."""
 _LEAST_GAIN = 0.02
@@ -95,14 +93,7 @@ def predict_run(
         return None
     # Goodput is the useful share of the wall time, so the rest is added here.
     wall = days / goodput.useful
-    footprint = estimate_footprint(
-        prediction.job.hardware,
-        plan.world_size,
-        24 * wall,
-        utilisation=_UTILISATION,
-        pue=options.pue,
-        grams_per_kilowatt_hour=options.carbon_intensity,
-    )
+    footprint = estimate_footprint(prediction.job.hardware, plan.world_size, 24 * wall, options)
     return RunCost(days, wall, footprint)
 
 
@@ -291,13 +282,18 @@ def _list_precision(plan: Plan, hardware: Hardware, prediction: StepPrediction) 
         yield "  precision", text
     if precision.bf16 or precision.fp16 or not hardware.has_gpu:
         return
-    field = ("fp16", "bf16")[hardware.has_bf16]
-    given: dict[str, Any] = {field: True}
-    config = replace(plan.config, precision=replace(precision, **given))
+    flag, config = _use_half_precision(plan.config, hardware)
     half = predict_plan(replace(plan, config=config), hardware)
     sizes = f"{half.peak_bytes / 2**30:,.1f} instead of {prediction.peak_bytes / 2**30:,.1f} GiB"
-    text = f"fp32. With --{field}, a step would take {half.seconds:,.3g} s, and {sizes}"
+    text = f"fp32. With {flag}, a step would take {half.seconds:,.3g} s, and {sizes}"
     yield "  precision", text
+
+
+def _use_half_precision(config: Config, hardware: Hardware) -> tuple[str, Config]:
+    """Return the flag of the half precision that a device computes in, and what follows it."""
+    bf16 = hardware.has_bf16
+    precision = replace(config.precision, bf16=bf16, fp16=not bf16)
+    return ("--fp16", "--bf16")[bf16], replace(config, precision=precision)
 
 
 def _list_float8(plan: Plan, prediction: StepPrediction) -> Iterator[Row]:
@@ -363,10 +359,8 @@ def list_unused_speed(
         kernels = replace(config.kernels, attention_backend=order)
         changes.append(("leave out --attention-backend", replace(config, kernels=kernels)))
     if not prediction.job.software.half:
-        bf16 = hardware.has_bf16
-        precision = replace(config.precision, bf16=bf16, fp16=not bf16)
-        flag = ("--fp16", "--bf16")[bf16]
-        changes.append((f"give {flag}", replace(config, precision=precision)))
+        flag, changed = _use_half_precision(config, hardware)
+        changes.append((f"give {flag}", changed))
     for name in ("checkpoint_activations", "recompute_attention_core"):
         if getattr(config.recompute, name):
             advice = f"leave out --{name.replace('_', '-')}"

@@ -155,14 +155,12 @@ class Footprint:
     """Tonnes of CO2 equivalents."""
 
 
+_UTILISATION = 0.85
+"""Power of a device that trains, relative to its limit."""
+
+
 def estimate_footprint(
-    hardware: Hardware,
-    devices: int,
-    hours: float,
-    *,
-    utilisation: float,
-    pue: float,
-    grams_per_kilowatt_hour: float,
+    hardware: Hardware, devices: int, hours: float, options: CostOptions
 ) -> Footprint:
     """Estimate energy and carbon of a run.
 
@@ -170,18 +168,13 @@ def estimate_footprint(
         hardware: The devices.
         devices: Number of devices.
         hours: Wall hours.
-        utilisation: Power of a device relative to its limit while it trains.
-        pue: Energy of the data centre relative to that of the nodes.
-        grams_per_kilowatt_hour: Carbon intensity of the electricity.
+        options: The data centre and its electricity.
     """
     # The host draws its power whether or not the device is busy.
-    watts = utilisation * hardware.watts + hardware.host_watts
-    kilowatt_hours = devices * hours * watts * pue / 1000
-    return Footprint(
-        devices * hours,
-        kilowatt_hours / 1000,
-        kilowatt_hours * grams_per_kilowatt_hour / 1e6,
-    )
+    watts = _UTILISATION * hardware.watts + hardware.host_watts
+    kilowatt_hours = devices * hours * watts * options.pue / 1000
+    tonnes = kilowatt_hours * options.carbon_intensity / 1e6
+    return Footprint(devices * hours, kilowatt_hours / 1000, tonnes)
 
 
 _DAY = 86400.0

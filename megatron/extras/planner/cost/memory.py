@@ -4,6 +4,7 @@ Sources of the bytes of parameters: the notes of BigScience's 104B run, and for 
 https://arxiv.org/abs/1910.02054. `cost.peak` counts the other tensors.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -100,9 +101,7 @@ class ParameterMemory:
 
     def __add__(self, other: "ParameterMemory") -> "ParameterMemory":
         """Return the sum by parts."""
-        return ParameterMemory(
-            *(getattr(self, each.name) + getattr(other, each.name) for each in fields(self))
-        )
+        return ParameterMemory(*map(operator.add, vars(self).values(), vars(other).values()))
 
 
 def estimate_parameter_memory(

@@ -137,25 +137,17 @@ def _list_steps(schedule: PipelineSchedule, rank: int) -> tuple[_Step, ...]:
         if not visit.forward:
             duration += stages
         result = duration * m + visit.microbatch
-        needed: int | None
-        receiver: int | None
-        if visit.forward:
-            needed = result - m
-            receiver = (stage + 1) % p
-            if stage == 0:
-                needed = None
-            if stage + 1 == stages:
-                receiver = None
-        else:
+        # A forward pass goes one stage on, and a backward pass one stage back.
+        step = 2 * visit.forward - 1
+        needed: int | None = result - step * m
+        if visit.forward and stage == 0:
+            needed = None
+        elif not visit.forward and stage + 1 == stages:
             # The loss is computed in the forward pass of the last stage.
-            needed = result + m
-            if stage + 1 == stages:
-                needed = stage * m + visit.microbatch
-            receiver = (stage - 1) % p
-            if stage == 0:
-                receiver = None
+            needed = stage * m + visit.microbatch
+        receiver: int | None = (stage + step) % p
         # A rank with several stages keeps such a result, so no message is counted.
-        if receiver == rank:
+        if receiver == rank or not 0 <= stage + step < stages:
             receiver = None
         steps.append(_Step(result, needed, receiver, duration))
     return tuple(steps)

@@ -447,15 +447,10 @@ class LayerTensors:
         The recomputation ends before this product then, so torch drops its result only after the
         backward pass of the layer. A fused product tells torch what it keeps after it has run.
         """
-        normed = not self._config.has_norms_first
-        if (
-            "matmul" not in self._software.kept_operators
-            or self._software.fused_gradients
-            or self._dropped
-            or normed
-        ):
-            return 0.0
-        return self.whole
+        software = self._software
+        is_kept = "matmul" in software.kept_operators and not software.fused_gradients
+        is_last = self._config.has_norms_first and not self._dropped
+        return self.whole * (is_kept and is_last)
 
     @cached_property
     def embedding(self) -> float:
@@ -748,6 +743,4 @@ class LayerTensors:
         if self._software.fp16:
             return self.value * self.output_matrix
         # Autograd's sum is in fp32.
-        return (
-            4 * self.output_matrix if self._software.half and not self._case.holds_outside else 0.0
-        )
+        return 4 * self.output_matrix * (self._software.half and not self._case.holds_outside)

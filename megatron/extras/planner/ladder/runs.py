@@ -42,29 +42,30 @@ _COLUMNS = ("name", "parameters", "tokens", "lr", "seed", "loss")
 
 
 @dataclass(frozen=True)
-class Rung:
-    """One run of a ladder."""
+class LadderRun:
+    """What tells one run of a ladder from the others."""
 
     name: str
-    parameters: int
+    parameters: float
     """N, without the embedding and the output matrix."""
-    tokens: int
+    tokens: float
     lr: float
     seed: int
+
+
+@dataclass(frozen=True)
+class Rung(LadderRun):
+    """One run of a ladder."""
+
     iterations: int
     argv: tuple[str, ...]
     folder: Path
 
 
 @dataclass(frozen=True)
-class LadderRow:
-    """The result of a run. See `Rung`."""
+class LadderRow(LadderRun):
+    """The result of a run."""
 
-    name: str
-    parameters: float
-    tokens: float
-    lr: float
-    seed: int
     loss: float
 
 

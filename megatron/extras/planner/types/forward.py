@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -90,13 +90,6 @@ def list_offsets(group: dist.ProcessGroup | None) -> Offsets:
     ranks = dist.get_process_group_ranks(group)
     # All groups of a kind have the same offsets, on each rank.
     return frozenset(rank - ranks[0] for rank in ranks)
-
-
-@contextmanager
-def use_axes(axes: list[Axis]) -> Iterator[None]:
-    """Let spmd_types require a type over each of the axes."""
-    with set_current_mesh({axis.name: axis.mesh for axis in axes}):
-        yield
 
 
 def choose_variant(text: str, group: Any) -> str:
@@ -181,7 +174,9 @@ class ForwardTypes:
     ) -> Tensor:
         """Run and type a forward pass of a stage."""
         border = self._make_type(choose_variant(OUTSIDE, model.tp), "V")
-        with use_axes(self._axes), typecheck(strict_mode="strict"):
+        # spmd_types requires a type over each of the axes.
+        axes = {axis.name: axis.mesh for axis in self._axes}
+        with set_current_mesh(axes), typecheck(strict_mode="strict"):
             for field in fields(inputs):
                 value = getattr(inputs, field.name)
                 if isinstance(value, Tensor):
@@ -204,7 +199,7 @@ class ForwardTypes:
 
     # -- autograd Functions -----------------------------------------------------------------------
 
-    def _run_function(self, function: Any, rule: SpmdRule, arguments: tuple[Any, ...]) -> Any:
+    def _run_function(self, function: Any, rule: SpmdRule, *arguments: Any) -> Any:
         """Run a declared Function, check the types of its arguments, and type its results."""
         given = inspect.signature(function.forward).bind(None, *arguments).arguments
         # The mode of types is off here, so the operators inside have no types.
@@ -296,14 +291,10 @@ class ForwardTypes:
             stack.enter_context(patch.object(goldfish, "_make_table", make_table))
             stack.enter_context(patch.object(GPT, "forward", forward))
             for function, rule in DECLARED.items():
-                run = _bind(self._run_function, function, rule)
+                run = staticmethod(partial(self._run_function, function, rule))
                 stack.enter_context(patch.object(function, "typecheck_forward", run, create=True))
                 register_autograd_function(function)
             yield
-
-
-def _bind(run: Callable[..., Any], function: Any, rule: SpmdRule) -> Any:
-    return staticmethod(lambda *arguments: run(function, rule, arguments))
 
 
 @contextmanager

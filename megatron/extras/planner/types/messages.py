@@ -257,10 +257,9 @@ class Recorder(OperatorMode):
         message = Message(call.kind, name, group.size(), dtype, shape, find_line())
         self._found.phases.setdefault(self._phase, []).append(message)
         ranks = list_offsets(group)
-        operation = call.operation
         for messages in self._open:
-            messages.append((call.kind, ranks, operation))
-        self._flow.send(call.kind, call.tensors, ranks, operation)
+            messages.append((call.kind, ranks, call.operation))
+        self._flow.send(call.kind, call.tensors, ranks, call.operation)
 
     @contextmanager
     def watch(self) -> Iterator[list[Sent]]:

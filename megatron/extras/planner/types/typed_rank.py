@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -54,29 +54,25 @@ STATISTICS = "statistics of experts"
 TOKENS = "counted tokens"
 
 
+@dataclass
 class UpdateChecks:
-    """The assertions on one rank."""
+    """The assertions on one rank, for a step of an engine."""
 
-    def __init__(
-        self,
-        engine: NativeEngine,
-        mesh: Mesh,
-        found: RankTypes,
-        recorder: Recorder,
-        flow: GradientFlow,
-        passes: int,
-    ) -> None:
-        """Check a step of an engine with this number of computed microbatches."""
-        self._engine = engine
-        self._mesh = mesh
-        self._found = found
-        self._recorder = recorder
-        self._flow = flow
-        self._passes = passes
-        self._reductions: dict[int, list[Sent]] = {}
-        """FSDP2's group of parameters -> what its backward passes have sent."""
-        self._world = list_offsets(dist.group.WORLD if mesh.grid.world_size > 1 else None)
-        self._tensor = list_offsets(mesh.tensor_parallel.group)
+    _engine: NativeEngine
+    _mesh: Mesh
+    _found: RankTypes
+    _recorder: Recorder
+    _flow: GradientFlow
+    _passes: int
+    """Microbatches that are computed."""
+    _reductions: dict[int, list[Sent]] = field(default_factory=dict)
+    """FSDP2's group of parameters -> what its backward passes have sent."""
+
+    def __post_init__(self) -> None:
+        """Find the groups of this rank."""
+        grid = self._mesh.grid
+        self._world = list_offsets(dist.group.WORLD if grid.world_size > 1 else None)
+        self._tensor = list_offsets(self._mesh.tensor_parallel.group)
 
     def _report(self, text: str) -> None:
         self._found.problems.append(text)
@@ -404,9 +400,7 @@ def run_typed_rank(plan: Plan, rank: int, kind: str) -> RankTypes:
             engine = built.engine
             types = ForwardTypes(built.mesh, axes)
             recorder = Recorder(found, flow, name_groups(built.mesh, engine))
-            checks = UpdateChecks(
-                engine, built.mesh, found, recorder, flow, passes=min(microbatches, 2)
-            )
+            checks = UpdateChecks(engine, built.mesh, found, recorder, flow, min(microbatches, 2))
             # After the construction, in which FSDP2 has made the parameters that layers use.
             for stage in engine._rank_stages:
                 types.type_parameters(stage)

@@ -28,7 +28,7 @@ from megatron.extras.planner.verify.recording import (
 from megatron.extras.planner.verify.reduction import DROPPED
 from megatron.extras.planner.verify.reference import ReferenceRun, ReferenceStep
 from megatron.extras.planner.verify.reference_layers import list_microbatches
-from megatron.extras.planner.verify.reference_optimizer import get_decays
+from megatron.extras.planner.verify.reference_optimizer import compute_clipping, get_decays
 from megatron.model.inputs import Inputs
 from megatron.parallel.grid import Grid, GridCoordinate
 from megatron.plan.run_plan import Plan
@@ -69,11 +69,6 @@ class ComparedValue:
             f"iteration {self.iteration}, {self.subject}: {self.value:.7g}, expected "
             f"{self.expected:.7g} (relative error {self.error:.1e})"
         )
-
-    @property
-    def is_failure(self) -> bool:
-        """Whether the error is above the bound. A number that is not finite is a failure."""
-        return not self.error <= self.bound
 
 
 @dataclass(frozen=True)
@@ -121,7 +116,8 @@ def summarise(findings: Sequence[ComparedValue], comparisons: Sequence[str]) -> 
     for comparison in comparisons:
         # Findings are in the order of ranks. The rows are in the order of a step.
         own = [finding for finding in findings if finding.comparison == comparison]
-        failures = [finding for finding in own if finding.is_failure]
+        # A number that is not finite is a failure.
+        failures = [finding for finding in own if not finding.error <= finding.bound]
         first = min(failures, key=lambda finding: finding.iteration, default=None)
         # A NaN is larger than any number here.
         errors = [math.inf if math.isnan(finding.error) else finding.error for finding in own]
@@ -249,10 +245,7 @@ def _compare_gradients(
     """Compare the gradients that the first moments contain, before clipping."""
     decays = get_decays(config)
     # The copy's own norm, so that a wrong norm is not reported as wrong gradients.
-    norm = step.result.grad_norm
-    clipped = 1.0
-    if 0 < config.clip_grad < norm:
-        clipped = config.clip_grad / (norm + 1e-6)
+    clipped = compute_clipping(config, step.result.grad_norm)
     for before, after in zip(step.before, step.after, strict=True):
         if after.kind not in decays:
             continue
@@ -288,10 +281,8 @@ def _compare_parts_of_norm(
         for shard in step.after
         if shard.kind in decays
     }
-    clipped = 1.0
-    if 0 < config.clip_grad < norm:
-        clipped = config.clip_grad / (norm + 1e-6)
-    own = math.sqrt(sum(float(t.square().sum()) for t in shards.values())) / clipped
+    own = math.sqrt(sum(float(t.square().sum()) for t in shards.values()))
+    own /= compute_clipping(config, norm)
     yield replace(
         _compare_numerically("parts of the norm", 1, "norm of all gradients", norm, own),
         bound=OWN_NORM_BOUND,

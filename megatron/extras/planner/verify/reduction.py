@@ -352,10 +352,9 @@ def _reduce_experts(plan: Plan, grid: Grid) -> Values:
         few = 4 if groups > 2 else groups
         number = few * 2
         values |= {"model.moe_router_num_groups": few, "model.moe_router_group_topk": best}
+    frequency = "2"
     if set(plan.shape.expert_layers) == set(range(model.num_layers)):
         frequency = "1"
-    else:
-        frequency = "2"
     values |= {
         "model.num_experts": number,
         "model.moe_router_topk": topk,

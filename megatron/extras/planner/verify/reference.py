@@ -34,7 +34,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.batch import BatchConfig
-from megatron.config.loss import LossConfig
 from megatron.config.tree import Config
 from megatron.extras.planner.verify.recording import ActivationTrace
 from megatron.extras.planner.verify.reduction import COMPARED, DROPPED, EOD, use_one_process
@@ -43,6 +42,7 @@ from megatron.extras.planner.verify.reference_optimizer import (
     Moments,
     Rates,
     ReferenceOptimizer,
+    compute_clipping,
 )
 from megatron.extras.planner.verify.reference_parameters import compute_initial_weight, get_ratios
 from megatron.extras.planner.verify.synthetic import Conversations
@@ -125,12 +125,8 @@ def run_reference(plan: Plan, samples: Tensor) -> ReferenceRun:
         gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
         # fp64, because squares of many elements are added.
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
-        clip = config.optimizer.clip_grad
+        factor = compute_clipping(config.optimizer, norm)
         for name, gradient in gradients.items():
-            # 1e-6 as in torch's `clip_grad_norm_`.
-            factor = 1.0
-            if 0 < clip < norm:
-                factor = clip / (norm + 1e-6)
             parameters[name].grad = gradient * factor
         consumed += size
         # A dropped step reads its samples, and moves neither the optimizer nor the rate.
@@ -153,7 +149,8 @@ def run_reference(plan: Plan, samples: Tensor) -> ReferenceRun:
 def _build_model(alone: Plan) -> GPT:
     """Return the complete model with its initial weights."""
     seed = alone.config.batch.seed
-    loss = leave_out_losses(alone.config.loss)
+    # The reference computes the auxiliary losses of experts itself.
+    loss = replace(alone.config.loss, moe_aux_loss_coeff=0.0, moe_z_loss_coeff=0.0)
     model = GPT(alone.shape, TensorParallel(), loss=loss)
     for name, parameter in model.named_parameters():
         size = tuple(parameter.shape)
@@ -236,11 +233,6 @@ def _compute_loss(model: GPT, inputs: Inputs, plan: Plan, vocab_size: int) -> Te
         for part, kept in zip(losses.split(micro), mask.split(micro), strict=True)
     ]
     return torch.stack(means).mean()
-
-
-def leave_out_losses(loss: LossConfig) -> LossConfig:
-    """Return the settings of a model that computes no auxiliary loss of experts itself."""
-    return replace(loss, moe_aux_loss_coeff=0.0, moe_z_loss_coeff=0.0)
 
 
 class ReferenceExperts:

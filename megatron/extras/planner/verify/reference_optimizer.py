@@ -248,6 +248,13 @@ def get_decays(config: OptimizerConfig) -> dict[str, float]:
     return {kind: getattr(config, setting) for kind, setting in averages.items()}
 
 
+def compute_clipping(config: OptimizerConfig, norm: float) -> float:
+    """Return the factor on gradients of this norm, as in torch's `clip_grad_norm_`."""
+    if not 0 < config.clip_grad < norm:
+        return 1.0
+    return config.clip_grad / (norm + 1e-6)
+
+
 def _get_gradient(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None, "each parameter has a gradient"
     return parameter.grad
