@@ -198,7 +198,7 @@ def test_the_search_proposes_float8_only_if_it_is_allowed():
         (
             "--experimental-attention-variant gated_delta_net --linear-attention-freq 2",
             "h100",
-            "the model of costs has no float8 for gated delta nets",
+            "the model of costs has no float8 for gated delta nets; leave it out.$",
         ),
         ("--fp16 --no-bf16", "h100", "cannot be combined with --fp16"),
     ],

@@ -119,7 +119,8 @@ def _add_float8(plan: Plan, hardware: Hardware) -> Plan:
     problems = list_errors(check_float8(ConfigWithOrigin(config, {})))
     problems += choose_engine(config).list_unsupported(replace(plan, config=config))
     if obstacle := find_float8_obstacle(config, hardware):
-        problems.append(f"{obstacle}; leave it out, or use other --hardware.")
+        other = ", or use other --hardware" * (hardware.float8_tflops is None)
+        problems.append(f"{obstacle}; leave it out{other}.")
     if problems:
         raise ConfigError(f"--allow-fp8: {'; '.join(problems)}")
     return replace(plan, config=config)
