@@ -94,7 +94,11 @@ def build_page(histories: Sequence[RunHistory]) -> str:
             *_list_differences(histories, names),
             _format_charts(drawn, names),
             *(
-                _format_run(history, name, events, left_out)
+                # What happened, where the time went, what the run is, and its settings.
+                f"<section><h2>{html.escape(name)}</h2>"
+                f"{_format_events(events, left_out)}{_format_goodput(history)}"
+                f"{draw_loads(history.expert_loads)}"
+                f"{_format_facts(history)}{_format_settings(history, name)}</section>"
                 for history, name, (events, left_out) in zip(histories, names, shown, strict=True)
             ),
         ]
@@ -261,21 +265,6 @@ def _format_charts(drawn: charts.Charts, names: Sequence[str]) -> str:
         f'<div class="legend">{legend}</div><noscript><p>The charts need JavaScript. '
         "<code>--png FILE</code> writes a picture of the loss.</p></noscript>"
         f"{charts.draw_charts(drawn)}{constants}"
-    )
-
-
-def _format_run(
-    history: RunHistory,
-    name: str,
-    events: Sequence[DescribedEvent],
-    left_out: dict[str, int],
-) -> str:
-    """Return the tables of a run: what happened, where its time went, what it is, its settings."""
-    return (
-        f"<section><h2>{html.escape(name)}</h2>"
-        f"{_format_events(events, left_out)}{_format_goodput(history)}"
-        f"{draw_loads(history.expert_loads)}"
-        f"{_format_facts(history)}{_format_settings(history, name)}</section>"
     )
 
 

@@ -156,8 +156,7 @@ def _push(checkpoint: FinishedCheckpoint, state: SyncState, request: SyncRequest
     hub = request.hub
     branch = checkpoint.branch
     manifest = checkpoint.manifest
-    contents = _CheckpointFiles(checkpoint.folder)
-    with contents:
+    with _CheckpointFiles(checkpoint.folder) as contents:
         while True:
             try:
                 # The branch is listed again in each attempt. The last commit may have succeeded

@@ -51,10 +51,10 @@ def run_array_task(array_task: ArrayTask) -> TaskOutcome:
     exclusion = HostExclusion(array_task.save, array_task.alert)
     starts = TrainingStarts(array_task, signals, exclusion)
     restart = 0
-    end = _start(array_task, starts, restart)
-    while _may_restart(array_task, starts, end, signals, exclusion):
+    end = _start(starts, restart)
+    while _may_restart(starts, end):
         restart += 1
-        end = _start(array_task, starts, restart)
+        end = _start(starts, restart)
     outcome = end.outcome
     log(
         array_task.main_log,
@@ -70,24 +70,24 @@ def run_array_task(array_task: ArrayTask) -> TaskOutcome:
         _cancel_pending(array_task, outcome)
     # Only these two can succeed on another try. The limit on failed starts ends a crash loop.
     elif outcome in (TaskOutcome.CRASHED, TaskOutcome.BAD_NODES):
-        _requeue(array_task, outcome, sorted(starts.allocation.bad), exclusion)
+        _requeue(starts, outcome)
     # The job gets the nodes that it has lost only by a new allocation.
     elif outcome is TaskOutcome.LEFT and starts.has_lost_hosts_back and client.is_running():
         complete = starts.allocation.complete
         reason = f"the training takes back the nodes that it has lost, and has {complete} again"
         exclusion.record("restart", {"reason": reason, CHANGE: complete})
-        _requeue(array_task, outcome, sorted(starts.allocation.bad), exclusion)
+        _requeue(starts, outcome)
     return outcome
 
 
-def _start(array_task: ArrayTask, starts: TrainingStarts, restart: int) -> StartEnd:
+def _start(starts: TrainingStarts, restart: int) -> StartEnd:
     """Start the training once, and record the start and its end.
 
     Args:
-        array_task: What to run, and its limits.
         starts: The starts in this job.
         restart: Number of earlier starts in this job.
     """
+    array_task = starts.task
     attempt: attempts.Attempt | None = None
     try:
         array_task.main_log.parent.mkdir(parents=True, exist_ok=True)
@@ -133,26 +133,18 @@ def _find_obstacle(array_task: ArrayTask, attempt: attempts.Attempt) -> StartEnd
     return StartEnd(TaskOutcome.CRASH_LOOP, text)
 
 
-def _may_restart(
-    array_task: ArrayTask,
-    starts: TrainingStarts,
-    end: StartEnd,
-    signals: Signals,
-    exclusion: HostExclusion,
-) -> bool:
+def _may_restart(starts: TrainingStarts, end: StartEnd) -> bool:
     """Decide whether the training starts again in this job, and record it.
 
     Args:
-        array_task: What to run, and its limits.
         starts: The starts in this job.
         end: How the last start ended.
-        signals: The signals that Slurm has sent.
-        exclusion: Writes the chronicle.
     """
+    array_task = starts.task
     if end.outcome not in (TaskOutcome.CRASHED, TaskOutcome.BAD_NODES):
         return False
     # A step cannot start in a job that Slurm is ending. It would look like another crash.
-    if array_task.max_restarts == 0 or signals.received or not client.is_running():
+    if array_task.max_restarts == 0 or starts.signals.received or not client.is_running():
         return False
     allocation = starts.allocation
     allocation.refresh()
@@ -184,7 +176,7 @@ def _may_restart(
         array_task.main_log,
         f"array task {client.describe_job()} starts the training again, {number}: {end.reason}",
     )
-    exclusion.record("restart", {**details, "restart": number, "hosts": hosts})
+    starts.exclusion.record("restart", {**details, "restart": number, "hosts": hosts})
     return True
 
 
@@ -206,24 +198,23 @@ def _cancel_pending(array_task: ArrayTask, outcome: TaskOutcome) -> None:
         )
 
 
-def _requeue(
-    array_task: ArrayTask, outcome: TaskOutcome, bad: list[str], exclusion: HostExclusion
-) -> None:
+def _requeue(starts: TrainingStarts, outcome: TaskOutcome) -> None:
     """Requeue this array task, and exclude the hosts that were bad in this job."""
+    main_log, bad = starts.task.main_log, sorted(starts.allocation.bad)
     job = client.get_job_name()
     excluded: list[str] = []
     if bad:
-        excluded = exclusion.add_to_excluded(job, bad)
+        excluded = starts.exclusion.add_to_excluded(job, bad)
     # The requeue sends SIGTERM to this script too. The script ignores it, because the hosts are
     # excluded after the requeue. Slurm's KillWait (30 s by default) limits the time for that.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if client.try_command("scontrol", "requeue", job) is None:
         log(
-            array_task.main_log,
+            main_log,
             f"job {job} could not be requeued (is --requeue missing?); the next array task "
             "continues the training",
         )
     else:
-        log(array_task.main_log, f"job {job} is requeued: {outcome.value}")
+        log(main_log, f"job {job} is requeued: {outcome.value}")
     if bad:
-        exclusion.exclude_after_requeue(job, bad, excluded)
+        starts.exclusion.exclude_after_requeue(job, bad, excluded)

@@ -215,9 +215,9 @@ class TrainingStarts:
             signals: The signals that Slurm has sent.
             exclusion: Records what happens to hosts, and excludes them.
         """
-        self._task = array_task
-        self._signals = signals
-        self._exclusion = exclusion
+        self.task = array_task
+        self.signals = signals
+        self.exclusion = exclusion
         fewer = array_task.fewer_nodes
         least = None if fewer == "never" else fewer
         self.allocation = Allocation(array_task.train_nodes, least)
@@ -231,7 +231,7 @@ class TrainingStarts:
         Raises:
             OperationsError: No layout is possible, or none is allowed.
         """
-        task, allocation = self._task, self.allocation
+        task, allocation = self.task, self.allocation
         good = allocation.good_hosts
         left = f"{len(good)} good nodes are left, and the training needs {allocation.complete}"
         if task.fewer_nodes == "never" or len(good) < task.fewer_nodes:
@@ -260,16 +260,16 @@ class TrainingStarts:
         """
         if restart == 0:
             self._read_allocation()
-        if self._task.nodes is not None:
-            end = self._check_nodes(self._task.nodes)
+        if self.task.nodes is not None:
+            end = self._check_nodes(self.task.nodes)
             if end is not None:
                 return end
         # A restart in the same job has the same code.
-        if restart == 0 and self._task.handover_steps is not None:
-            end = self._rehearse(self._task.handover_steps)
+        if restart == 0 and self.task.handover_steps is not None:
+            end = self._rehearse(self.task.handover_steps)
             if end is not None:
                 return end
-        task = self._task
+        task = self.task
         with warm_spares(self.allocation, task.srun, task.command, task.main_log):
             return self._train(restart)
 
@@ -284,11 +284,11 @@ class TrainingStarts:
         if allocation.is_large_enough:
             return
         # `sbatch --nodes=3-4` allows it, for example after the first host was lost.
-        past = client.expand_hosts(",".join(attempts.list_past_nodes(self._task.save)))
+        past = client.expand_hosts(",".join(attempts.list_past_nodes(self.task.save)))
         excluded = client.list_excluded(client.get_job_name()) or ()
         allocation.past = [host for host in past if host not in excluded]
         reason = f"the job has started with {len(allocation.good_hosts)} nodes"
-        self._exclusion.record("restart", {"reason": reason, **self.shrink()})
+        self.exclusion.record("restart", {"reason": reason, **self.shrink()})
 
     def _rehearse(self, steps: int) -> StartEnd | None:
         """Train recorded steps again if the code is another one than that of the last start.
@@ -296,7 +296,7 @@ class TrainingStarts:
         Returns:
             The end of this start, or None if the training may go on.
         """
-        task = self._task
+        task = self.task
         events = read_events(task.save / CHRONICLE)
         versions = [event.details.get("version") for event in events if event.kind == "start"]
         if not versions or versions[-1] == get_code_version():
@@ -311,7 +311,7 @@ class TrainingStarts:
         code = self._run_step(hosts, ["--kill-on-bad-exit=1"], program, before=tool)
         if code == exit_codes.SUCCESS:
             return None
-        if self._signals.received:
+        if self.signals.received:
             return StartEnd(TaskOutcome.ENDED_BY_SLURM)
         text = f"the rehearsal ended with code {code}, see {task.main_log}"
         if code == exit_codes.NOT_DONE and not task.handover_required:
@@ -327,7 +327,7 @@ class TrainingStarts:
             The end of this start, or None if enough nodes are good.
         """
         hosts = self.allocation.good_hosts
-        folder = self._task.save / f".nodes-{os.environ['SLURM_JOB_ID']}"
+        folder = self.task.save / f".nodes-{os.environ['SLURM_JOB_ID']}"
         # A start that was killed may have left reports, which must not be taken for those of this
         # start.
         shutil.rmtree(folder, ignore_errors=True)
@@ -356,7 +356,7 @@ class TrainingStarts:
             bad = node_report.find_bad_hosts(node_report.read(folder), hosts, limits)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        if self._signals.received:
+        if self.signals.received:
             # Slurm ended the probe, so a missing report shows nothing about the node.
             return StartEnd(TaskOutcome.ENDED_BY_SLURM)
         # If more than half of the nodes fail the check, the check itself is assumed to be
@@ -368,7 +368,7 @@ class TrainingStarts:
                 f"is probably wrong ({host}: {reason}); "
                 "change --disk, --memory-gib or --seconds, or remove --check-nodes"
             )
-            self._task.alert(text)
+            self.task.alert(text)
             return StartEnd(TaskOutcome.NEEDS_PEOPLE, text)
         self._remove_hosts(bad)
         if self.allocation.is_large_enough:
@@ -377,7 +377,7 @@ class TrainingStarts:
 
     def _train(self, restart: int) -> StartEnd:
         """Run the training to its end."""
-        task = self._task
+        task = self.task
         hosts = self.allocation.train_hosts
         # The log also holds earlier launches. Only what follows this byte is from this one.
         where = 0
@@ -434,7 +434,7 @@ class TrainingStarts:
             return StartEnd(TaskOutcome.KILL_SWITCH if stopped else TaskOutcome.LEFT)
         # scancel may end the ranks, or keep srun from starting them, before its signal reaches this
         # script. A requeue would then bring the job back.
-        if self._signals.received or client.is_ending():
+        if self.signals.received or client.is_ending():
             self._log(f"Slurm ended the job before the training could save (code {code})")
             return StartEnd(TaskOutcome.ENDED_BY_SLURM)
         if hangs:
@@ -448,7 +448,7 @@ class TrainingStarts:
             code: The exit code of srun.
             where: Size of the log at the start of the step, in bytes.
         """
-        task = self._task
+        task = self.task
         # srun returns the largest code, so no rank was killed and none crashed. An example is an
         # error report that could not be written, or a script that does not exist.
         if code == _MISTAKE_CODE:
@@ -489,15 +489,15 @@ class TrainingStarts:
             if len(reports) > 1 and len({(report.kind, report.message) for report in reports}) == 1:
                 # All ranks met the same error, so no rank is named.
                 described = f"{first.kind}: {first.message}"
-            self._task.alert(
+            self.task.alert(
                 f"the training ended with an error that a person must fix: {described}{shared}"
             )
             return StartEnd(TaskOutcome.NEEDS_PEOPLE, described)
         described = "; ".join(f"node {host} {what}: {reason}" for host, reason in bad.items())
-        if self._signals.received:
+        if self.signals.received:
             # The job is not requeued here. A requeue would bring back a job that somebody
             # cancelled.
-            self._task.alert(f"Slurm ended the job, and {described}")
+            self.task.alert(f"Slurm ended the job, and {described}")
             return StartEnd(TaskOutcome.ENDED_BY_SLURM, described)
         self._remove_hosts(bad)
         return StartEnd(TaskOutcome.BAD_NODES, described)
@@ -528,7 +528,7 @@ class TrainingStarts:
         # The ranks that only follow the verdict do not know its hosts.
         verdict = next((report for report in hangs if report.hung_hosts), hangs[0])
         self._log(verdict.message)
-        self._remove_hosts(self._exclusion.record_hang(verdict, hosts))
+        self._remove_hosts(self.exclusion.record_hang(verdict, hosts))
         # The second line names the first of the ranks that the others wait for.
         return StartEnd(TaskOutcome.CRASHED, " ".join(verdict.message.split("\n")[:2]))
 
@@ -536,7 +536,7 @@ class TrainingStarts:
         """Do not use these hosts any more, in this job and in later ones."""
         if bad:
             self.allocation.bad |= bad
-            self._exclusion.exclude(bad)
+            self.exclusion.exclude(bad)
 
     def _run_step(
         self,
@@ -546,11 +546,11 @@ class TrainingStarts:
         **further: Any,
     ) -> int:
         """Run a step on these hosts. See `run_step`, which gets what is `further`."""
-        own = [*options, *self.allocation.format_srun_options(hosts), *self._task.srun]
-        return run_step(self._task.main_log, own, program, **further)
+        own = [*options, *self.allocation.format_srun_options(hosts), *self.task.srun]
+        return run_step(self.task.main_log, own, program, **further)
 
     def _log(self, text: str) -> None:
-        log(self._task.main_log, text)
+        log(self.task.main_log, text)
 
 
 def _read_log_end(path: Path, where: int) -> str:

@@ -172,7 +172,10 @@ class Launcher:
                 for pipe in ready:
                     assert isinstance(pipe, Connection), "only pipes are waited for"
                     rank, _ = running.pop(pipe)
-                    error = _receive(pipe)
+                    try:
+                        error: str | None = pipe.recv()
+                    except EOFError:
+                        error = "the process ended without a result"
                     if error is not None:
                         raise LaunchError(f"{name}, rank {rank}: {error}")
         finally:
@@ -181,15 +184,6 @@ class Launcher:
                 if running:
                     process.kill()
                 process.join()
-
-
-def _receive(receiver: Connection) -> str | None:
-    """Return the error of a rank, or None if it has succeeded."""
-    try:
-        error: str | None = receiver.recv()
-    except EOFError:
-        return "the process ended without a result"
-    return error
 
 
 def _run_rank(
