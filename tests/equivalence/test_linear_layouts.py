@@ -11,7 +11,7 @@ settings, and in fp32 with settings that need fewer digits to 1e-5.
 
 In fp64, the bound is 1e-9 in the first three steps. Training amplifies rounding there too: in one
 process, another last digit of the learning rate changes the gradient norm of step 10 by 7e-10, and
-by 8e-9 with Muon. So later steps have the bound of 1e-5.
+by 8e-9 with Muon. So later steps have the bound of 1e-6, and of 1e-5 with Muon.
 """
 
 from collections.abc import Sequence
@@ -64,6 +64,7 @@ IN_FP64 = "--linear-key-head-dim 6"
 FP64_BOUND = 1e-9
 FP64_STEPS = 3
 """The steps with this bound."""
+LATER_BOUND = 1e-6
 TP2 = "--tensor-model-parallel-size 2"
 SP = "--sequence-parallel"
 CP2 = "--context-parallel-size 2"
@@ -178,7 +179,8 @@ def test_a_layout_equals_one_process_in_fp64(layout: Layout, train_world: Train)
         )
         assert max(first.values()) < FP64_BOUND, f"{model}: {first}"
         differences = find_worst(found, expected)
-        assert max(differences.values()) < BOUND, f"{model}: {differences}"
+        bound = BOUND if "muon" in f"{common} {layout.flags}" else LATER_BOUND
+        assert max(differences.values()) < bound, f"{model}: {differences}"
 
 
 @pytest.mark.full

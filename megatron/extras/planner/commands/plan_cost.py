@@ -407,7 +407,7 @@ def _list_breakdown(prediction: StepPrediction) -> Iterator[Row]:
     # Stages with equal numbers of layers differ in time if their kinds of layers do.
     if prediction.job.shape.linear_layers and len(prediction.rank_seconds) > 1:
         ranks = " ".join(f"{each.total:,.3g}" for each in prediction.rank_seconds)
-        yield "    by pipeline rank", f"{ranks} s of computation"
+        yield "  by pipeline rank", f"{ranks} s of computation"
 
 
 def _list_memory(prediction: StepPrediction) -> Iterator[Row]:
