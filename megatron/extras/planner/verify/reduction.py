@@ -141,7 +141,12 @@ def _compare(plan: Plan, values: Values, reduction: Reduction) -> Reduction:
     if own is not None:
         copies.append(resolve(own, reduction.plan.world_size))
         plain = flatten(reduction.plan.config)
-        given |= {name for name, value in flatten(own).items() if value != plain[name]}
+        given |= {
+            name
+            for name, value in flatten(own).items()
+            # A size that was made smaller may be the default.
+            if value != plain[name] or name.startswith("precision.")
+        }
     present = {feature for each in copies for feature in list_features(each)}
     features = list(list_features(plan))
     kept, lost = compare_structures(list_plan_groups(plan), list_plan_groups(reduction.plan))
