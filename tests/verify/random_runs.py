@@ -29,7 +29,8 @@ _CHOICES = (
     ("", "--position-embedding-type rotary", "--position-embedding-type alibi"),
     ("", "--glu-activation swiglu", "--activation squared_relu", "--activation xielu"),
     ("", "--num-query-groups 1", "--num-query-groups 4"),
-    ("", "--qk-norm head", "--qk-norm full"),
+    # A norm over all heads must be RMSNorm.
+    ("", "--qk-norm head", "--qk-norm full --normalization RMSNorm"),
     ("", "--zero-stage 2", "--zero-stage 3", "--sharding-strategy ddp"),
     ("--hidden-dropout 0 --attention-dropout 0", ""),
     ("", "--optimizer ademamix", "--optimizer muon"),

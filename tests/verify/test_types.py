@@ -96,7 +96,7 @@ def test_random_runs_are_no_alarms(typed: Callable[..., Any]) -> None:
     checked = 0
 
     @settings(
-        max_examples=60,
+        max_examples=90,
         deadline=None,
         derandomize=True,
         database=None,
