@@ -107,16 +107,22 @@ def attend(query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> T
 
         # With `is_causal`, the first query would see the first key only.
         mask = attention_bias.causal_lower_right(queries, keys)
+    width = value.shape[3]
+    if weighting.pads_values:
+        value = widen(value, key)
     found = F.scaled_dot_product_attention(
         query,
         key,
-        widen(value, key) if weighting.pads_values else value,
+        value,
         attn_mask=mask,
         dropout_p=0.0 if drop is None else drop.dropout.p,
         is_causal=mask is None,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return trim_columns(found, value.shape[3])
+    # Most models do not need the call.
+    if weighting.pads_values:
+        return trim_columns(found, width)
+    return found
 
 
 def attend_by_document(
