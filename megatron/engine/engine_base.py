@@ -1,4 +1,4 @@
-"""What engines with the model of this package share: their state, methods and rows at the start.
+"""What engines with the model of this package share, with rows of the table at the start.
 
 The rows list the implementations in use and the reasons.
 """

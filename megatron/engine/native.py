@@ -2,7 +2,7 @@
 
 FSDP2 shards each stage over the data-parallel ranks. A single data-parallel rank needs no sharding
 and has no cost from it. Its modules hold plain parameters, which in bf16 and fp16 are copies of
-fp32 masters. Autograd accumulates their gradients in fp32.
+fp32 masters. Autograd accumulates their gradients in fp32. `ExpertState` has what routers keep.
 """
 
 import math
@@ -50,6 +50,9 @@ from megatron.parallel.parameter_spec import ParameterSpec
 from megatron.parallel.shard import Kind, TensorShard
 from megatron.parallel.torch_private import foreach_copy_, foreach_mul_
 from megatron.plan.run_plan import Plan
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class ExpertState:
@@ -128,10 +131,6 @@ class ExpertState:
             None if ranks is None else ranks.stage.group,
             [Replica(shard.name, "weight", shard.tensor) for shard in self.list_shards()],
         )
-
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 
 CLASSES: Table[type[Optimizer]] = Table(

@@ -16,8 +16,8 @@ in fp32 (https://arxiv.org/abs/2304.11277). Only a run with several data-paralle
 module. See `build_stages`.
 
 Between processes on CPUs, gloo's reduce-scatter is an all-reduce of which each rank keeps a part,
-and its all-gather copies every part once more. The functions here send each rank only what it needs
-(docs/decisions/040). The ranks' terms are added in the order of the ranks.
+and its all-gather copies every part once more. `reduce_shards` and `gather_shards` send each rank
+only what it needs (docs/decisions/040). The ranks' terms are added in the order of the ranks.
 """
 
 import torch

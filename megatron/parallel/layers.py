@@ -70,6 +70,7 @@ class _ParallelLinear(nn.Module):
     """A layer of which each rank has a shard."""
 
     _make_bias = staticmethod(make_sharded)
+    """Makes the bias, which is sharded or replicated."""
 
     def __init__(self, specs: Specs, name: str, tp: TensorParallel) -> None:
         """Create the rank's shard of the layer `name`. See `make_linear_specs`."""

@@ -30,7 +30,7 @@ from megatron.parallel.ranks import Ranks
 from megatron.parallel.rendezvous import build_control_group
 from megatron.parallel.torch_private import make_priority_options
 
-_SHOWN = 8
+_SHOWN_RANKS = 8
 """Largest number of ranks that the name of a group lists."""
 CommTimer = Callable[[], AbstractContextManager[None]]
 """A function that returns a context manager, which is entered around a collective to time it."""
@@ -530,10 +530,10 @@ def connect_group(
 ) -> None:
     """Let the ranks of a group add up their numbers. See `connect_ranks`."""
     ranks = dist.get_process_group_ranks(group)
-    with _name_group(kind, ranks, progress):
+    with _name_in_errors(kind, ranks, progress):
         total = torch.full((1,), dist.get_rank() + 1, device=device)
         dist.all_reduce(total, group=group)
-        _check(total, sum(ranks) + len(ranks))
+        _check_message(total, sum(ranks) + len(ranks))
 
 
 def _list_neighbours(size: int) -> list[tuple[int, int]]:
@@ -564,7 +564,7 @@ def _connect_neighbours(
     own = group.rank()
     peer = sum(pair) - own
     ranks = dist.get_process_group_ranks(group)
-    with _name_group("pair of pipeline neighbours", [ranks[each] for each in pair], progress):
+    with _name_in_errors("pair of pipeline neighbours", [ranks[each] for each in pair], progress):
         sent = torch.full((1,), ranks[own], device=device)
         received = torch.full_like(sent, -1)
         if own < peer:
@@ -573,7 +573,7 @@ def _connect_neighbours(
         else:
             dist.recv(received, group=group, group_src=peer)
             dist.send(sent, group=group, group_dst=peer)
-        _check(received, ranks[peer])
+        _check_message(received, ranks[peer])
         received = torch.full_like(sent, -1)
         both = [
             dist.P2POp(dist.isend, sent, group=group, group_peer=peer),
@@ -581,10 +581,10 @@ def _connect_neighbours(
         ]
         for work in dist.batch_isend_irecv(both):
             wait_for(work)
-        _check(received, ranks[peer])
+        _check_message(received, ranks[peer])
 
 
-def _check(received: Tensor, expected: int) -> None:
+def _check_message(received: Tensor, expected: int) -> None:
     """Check the number that a first message brought.
 
     Raises:
@@ -595,13 +595,13 @@ def _check(received: Tensor, expected: int) -> None:
 
 
 @contextmanager
-def _name_group(kind: str, ranks: Sequence[int], progress: RankProgress) -> Iterator[None]:
+def _name_in_errors(kind: str, ranks: Sequence[int], progress: RankProgress) -> Iterator[None]:
     """Name a group in the phase and in the errors of its first message.
 
     Raises:
         LayoutError: The message has failed.
     """
-    name = f"the {kind} of ranks {format_some(ranks, _SHOWN)}"
+    name = f"the {kind} of ranks {format_some(ranks, _SHOWN_RANKS)}"
     with progress.enter(Phase(f"the first message of {name}")):
         try:
             yield

@@ -1,7 +1,7 @@
 """Every number that is derived from the configuration.
 
-A plan is data. `megatron.plan.resolve` derives it and applies the rules. The rank that
-has resolved a plan sends it to the others as JSON.
+A plan is data. `megatron.plan.resolve` derives it and applies the rules. The rank that has resolved
+a plan sends it to the others as JSON.
 """
 
 from collections.abc import Mapping

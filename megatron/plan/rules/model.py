@@ -225,7 +225,7 @@ LATENT_WIDTHS = (
 )
 """Fields that have no effect without latent attention."""
 YARN_SCALES = ("model.mscale", "model.mscale_all_dim")
-"""Those that have none without YaRN either."""
+"""Fields that also have no effect without YaRN."""
 _NOT_LATENT = {
     "model.kv_channels": "--qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim are the widths",
     "model.rotary_percent": "--qk-pos-emb-head-dim is the number of rotary channels",
@@ -238,7 +238,7 @@ _NOT_LATENT = {
     "precision.fp8_format": "its products have no float8 form",
 }
 """Field that excludes latent attention -> why."""
-_KEY_HEADS = "model.linear_num_key_heads"
+_LINEAR_HEADS = "model.linear_num_key_heads"
 _SOFTMAX_KERNELS = {"auto", "by-gpu", "flash", "unfused"}
 """Values of --attention-backend that have a way to compute another softmax than "vanilla"."""
 
@@ -322,7 +322,7 @@ def check_linear_attention(settings: ConfigWithOrigin) -> Iterator[Finding]:
     if keys >= 1 and values % keys:
         yield error(
             f"{settings.describe('model.linear_num_value_heads')} must be a multiple of "
-            f"{settings.describe(_KEY_HEADS)}; use {values // keys * keys + keys}."
+            f"{settings.describe(_LINEAR_HEADS)}; use {values // keys * keys + keys}."
         )
     if not settings.config.data.reset_attention_mask:
         yield warning(
@@ -344,8 +344,8 @@ def check_linear_heads(context: PlanContext) -> Iterator[Finding]:
         asked += f" x {context.describe('parallel.context_parallel_size')}"
     possible = [n for n in range(1, heads + 1) if heads % n == 0]
     yield error(
-        f"{asked} must divide {context.describe(_KEY_HEADS)}, because each rank computes complete "
-        f"heads of a gated delta net; use {format_alternatives(possible)}."
+        f"{asked} must divide {context.describe(_LINEAR_HEADS)}, because each rank computes "
+        f"complete heads of a gated delta net; use {format_alternatives(possible)}."
     )
 
 
@@ -354,10 +354,10 @@ EXPERT_RANKS = "parallel.expert_model_parallel_size"
 _TOPK = "model.moe_router_topk"
 _GROUPS = "model.moe_router_num_groups"
 _GROUP_TOPK = "model.moe_router_group_topk"
-_SHARED = "model.moe_shared_expert_intermediate_size"
-_BIAS = "model.moe_router_enable_expert_bias"
+_SHARED_EXPERT = "model.moe_shared_expert_intermediate_size"
+_EXPERT_BIAS = "model.moe_router_enable_expert_bias"
 EXPERT_FIELDS = (
-    *(_TOPK, _GROUPS, _GROUP_TOPK, _SHARED, _BIAS, EXPERT_RANKS),
+    *(_TOPK, _GROUPS, _GROUP_TOPK, _SHARED_EXPERT, _EXPERT_BIAS, EXPERT_RANKS),
     *("model.moe_layer_freq", "model.moe_ffn_hidden_size", "model.moe_router_score_function"),
     *("model.moe_router_pre_softmax", "model.moe_router_topk_scaling_factor"),
     *("model.moe_router_group_score", "model.moe_shared_expert_gate"),
@@ -392,11 +392,11 @@ def check_experts(settings: ConfigWithOrigin) -> Iterator[Finding]:
             f"{settings.describe(EXPERT_RANKS)} must divide {asked}, because each rank has "
             f"complete experts; use {format_alternatives(possible)}."
         )
-    yield from _check_groups(settings)
+    yield from _check_expert_groups(settings)
     if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
         yield error(
-            f"{settings.describe(_BIAS)} needs --moe-router-score-function sigmoid: a bias on "
-            f"scores that are a softmax has no fixed meaning; use --moe-aux-loss-coeff instead."
+            f"{settings.describe(_EXPERT_BIAS)} needs --moe-router-score-function sigmoid: a bias "
+            "on scores that are a softmax has no fixed meaning; use --moe-aux-loss-coeff instead."
         )
     # Megatron-LM refuses it too.
     spread = model.moe_router_pre_softmax or model.moe_router_score_function == "sigmoid"
@@ -408,10 +408,10 @@ def check_experts(settings: ConfigWithOrigin) -> Iterator[Finding]:
             "expert is 1, so the loss of the tokens gives the router no gradient, and only "
             "auxiliary losses do. Add --moe-router-pre-softmax to a new run."
         )
-    yield from _check_layer(settings)
+    yield from _check_expert_layer(settings)
 
 
-def _check_layer(settings: ConfigWithOrigin) -> Iterator[Finding]:
+def _check_expert_layer(settings: ConfigWithOrigin) -> Iterator[Finding]:
     """Check that experts and shared expert can be built."""
     model = settings.config.model
     asked = settings.describe(NUM_EXPERTS)
@@ -430,7 +430,7 @@ def _check_layer(settings: ConfigWithOrigin) -> Iterator[Finding]:
     if width is not None and tensor >= 1 and width % tensor:
         yield error(
             f"{settings.describe('parallel.tensor_model_parallel_size')} must divide "
-            f"{settings.describe(_SHARED)}, which tensor-parallel ranks share."
+            f"{settings.describe(_SHARED_EXPERT)}, which tensor-parallel ranks share."
         )
     if settings.config.recompute.checkpoint_keep_operators:
         yield error(
@@ -445,7 +445,7 @@ def _check_layer(settings: ConfigWithOrigin) -> Iterator[Finding]:
         )
 
 
-def _check_groups(settings: ConfigWithOrigin) -> Iterator[Finding]:
+def _check_expert_groups(settings: ConfigWithOrigin) -> Iterator[Finding]:
     model = settings.config.model
     groups = model.moe_router_num_groups
     best = model.moe_router_group_topk

@@ -209,7 +209,7 @@ def keep_earlier_choices(
     return replace(plan, config=replace(plan.config, optimizer=optimizer))
 
 
-_CHOSEN = ("attention_backend", *SWITCHES)
+_CHOSEN_KERNELS = ("attention_backend", *SWITCHES)
 
 
 def choose_run_kernels(
@@ -235,10 +235,10 @@ def choose_run_kernels(
         log: Prints a line of the log.
     """
     mine = _name_gpu_type(device), kind.find_kernel_obstacle(device.type)
-    here = replace(_find_common(ranks.gather(mine)), has_graphs=kind.has_graphs)
+    here = replace(_find_common_device(ranks.gather(mine)), has_graphs=kind.has_graphs)
     choice = choose_kernels(plan, here)
     record = state.kernels
-    if record and not _is_valid(record):
+    if record and not _is_kernel_record(record):
         log("warning: the checkpoint's record of kernels is not valid, and is ignored")
         record = {}
     if record and record["gpu"] != here.gpu:
@@ -247,15 +247,16 @@ def choose_run_kernels(
             "capability or cpu), so kernels without a flag are chosen again"
         )
     elif saved is not None and state.iteration > 0:
-        choice = _keep(choice, _complete(record.get("kernels", {}), saved), plan, here, log)
+        used = _complete_kernels(record.get("kernels", {}), saved)
+        choice = _keep_kernels(choice, used, plan, here, log)
     state.kernels = {
         "gpu": here.gpu,
-        "kernels": {name: getattr(choice.kernels, name) for name in _CHOSEN},
+        "kernels": {name: getattr(choice.kernels, name) for name in _CHOSEN_KERNELS},
     }
     return apply_kernel_choice(plan, choice)
 
 
-def _find_common(ranks: Sequence[tuple[str, str]]) -> KernelDevice:
+def _find_common_device(ranks: Sequence[tuple[str, str]]) -> KernelDevice:
     """Return what all ranks have in common, from the type of GPU and the obstacle of each."""
     obstacles = [f"{found} (rank {rank})" for rank, (_, found) in enumerate(ranks) if found]
     # Ranks with GPUs of several types have a name that is in no table.
@@ -272,12 +273,12 @@ def _name_gpu_type(device: torch.device) -> str:
     return ".".join(capability)
 
 
-def _is_valid(record: Any) -> bool:
+def _is_kernel_record(record: Any) -> bool:
     """Return whether a record has the values that `choose_run_kernels` writes."""
     if not isinstance(record, Mapping) or not isinstance(record.get("gpu"), str):
         return False
     used = record.get("kernels")
-    if not isinstance(used, Mapping) or not {*used} <= {*_CHOSEN}:
+    if not isinstance(used, Mapping) or not {*used} <= {*_CHOSEN_KERNELS}:
         return False
     order = used.get("attention_backend", ["auto"])
     if (
@@ -289,7 +290,7 @@ def _is_valid(record: Any) -> bool:
     return all(isinstance(used.get(name, False), bool) for name in SWITCHES)
 
 
-def _complete(record: Mapping[str, Any], saved: KernelsConfig) -> dict[str, Any]:
+def _complete_kernels(record: Mapping[str, Any], saved: KernelsConfig) -> dict[str, Any]:
     """Return the kernels that a checkpoint was trained with.
 
     Versions without a record used PyTorch's operators where no flag was given.
@@ -303,7 +304,7 @@ def _complete(record: Mapping[str, Any], saved: KernelsConfig) -> dict[str, Any]
     return used
 
 
-def _keep(
+def _keep_kernels(
     choice: KernelChoice,
     used: Mapping[str, Any],
     plan: Plan,
@@ -321,7 +322,7 @@ def _keep(
     """
     fields = all_fields()
     given = plan.config.kernels
-    differing = [name for name in _CHOSEN if used[name] != getattr(choice.kernels, name)]
+    differing = [name for name in _CHOSEN_KERNELS if used[name] != getattr(choice.kernels, name)]
     kept = [name for name in differing if getattr(given, name) in (None, ("by-gpu",))]
     refusals = {name: explain_refusal(name, used[name], plan, here) for name in kept}
     kept = [name for name in kept if refusals[name] is None]

@@ -1,7 +1,7 @@
 """The tasks of lm-evaluation-harness by name, and the numbers of its results.
 
-Only `harness.py` and `fixed_tasks.py` import the package at their start. This module imports it
-when it is needed, and reports if it is missing.
+Only `harness.py` imports the package at its start. This module imports it when it is needed, and
+reports if it is missing.
 """
 
 import math

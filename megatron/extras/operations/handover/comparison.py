@@ -165,7 +165,7 @@ def compare_steps(
             # Only some runs have a curriculum, experts or a loss scale.
             if pair == (None, None):
                 continue
-            # A step has one of both losses, so a missing one means that only one was dropped.
+            # A step has one of both losses. If one is missing, only one of the steps was dropped.
             if None in pair and key not in ("lm_loss", "dropped_loss"):
                 missing[name] = None
                 continue

@@ -153,7 +153,7 @@ class ReturnWatch:
     _missing: int
     """How many of them the complete training needs."""
     _minutes: float
-    """Time for which they must be healthy."""
+    """Time for which they must be healthy, in minutes."""
     _save: Path
     """The run's --save folder."""
     _log: Callable[[str], None]
@@ -163,6 +163,7 @@ class ReturnWatch:
 
     def __post_init__(self) -> None:
         """Prepare the thread that watches."""
+        self._seconds = 60 * self._minutes
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -182,12 +183,12 @@ class ReturnWatch:
     def _watch(self) -> None:
         since: dict[str, float] = {}
         ready_at: int | None = None
-        poll = min(_LONGEST_POLL, 1.0 + 15 * self._minutes)
+        poll = min(_LONGEST_POLL, 1.0 + self._seconds / 4)
         while not self._end.wait(poll):
             # A host that is not idle in between starts from zero.
             idle = client.list_idle_hosts(self._lost)
             since = {host: since.get(host, time.monotonic()) for host in idle}
-            limit = time.monotonic() - 60 * self._minutes
+            limit = time.monotonic() - self._seconds
             healthy = sorted(host for host, moment in since.items() if moment <= limit)
             if len(healthy) < self._missing or count_changes(self._save) >= _MOST_CHANGES:
                 ready_at = None

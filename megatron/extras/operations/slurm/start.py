@@ -545,7 +545,7 @@ class TrainingStarts:
         program: Sequence[str],
         **further: Any,
     ) -> int:
-        """Run a step on these hosts. See `run_step`, which gets what is `further`."""
+        """Run a step on these hosts. See `run_step`, which has the further arguments."""
         own = [*options, *self.allocation.format_srun_options(hosts), *self.task.srun]
         return run_step(self.task.main_log, own, program, **further)
 

@@ -138,16 +138,16 @@ def _list_steps(schedule: PipelineSchedule, rank: int) -> tuple[_Step, ...]:
             duration += stages
         result = duration * m + visit.microbatch
         # A forward pass goes one stage on, and a backward pass one stage back.
-        step = 2 * visit.forward - 1
-        needed: int | None = result - step * m
+        direction = 2 * visit.forward - 1
+        needed: int | None = result - direction * m
         if visit.forward and stage == 0:
             needed = None
         elif not visit.forward and stage + 1 == stages:
             # The loss is computed in the forward pass of the last stage.
             needed = stage * m + visit.microbatch
-        receiver: int | None = (stage + step) % p
-        # A rank with several stages keeps such a result, so no message is counted.
-        if receiver == rank or not 0 <= stage + step < stages:
+        receiver: int | None = (stage + direction) % p
+        # A pass ends at the first or last stage, and a rank sends nothing to itself.
+        if receiver == rank or not 0 <= stage + direction < stages:
             receiver = None
         steps.append(_Step(result, needed, receiver, duration))
     return tuple(steps)

@@ -512,7 +512,7 @@ class DeepSpeedEngine(EngineBase):
         vote: Vote | None = None,
     ) -> StepResult:
         """Train on one global batch. See `Engine.train_batch`."""
-        assert not with_layer_statistics, "`support.py` refuses statistics of layers"
+        assert not with_layer_statistics, "`kind.py` refuses statistics of layers"
         engine = self._engine
         # The step changes the moments, so decoded copies of them would be out of date.
         self._moments.drop()
